@@ -42,9 +42,8 @@ def without_overlay(env: Mapping[str, str]) -> dict[str, str]:
     """`env` in which no overlay is found and none of its settings is left."""
     settings = {"OVERLAY_CONFIG", "OVERLAY_DISABLE", "OVERLAY_DEBUG", "OVERLAY_PATCHES"}
     clean = {key: value for key, value in env.items() if key not in settings}
-    entries = [
-        entry for entry in clean.pop("PYTHONPATH", "").split(os.pathsep) if entry and Path(entry).resolve() != ROOT
-    ]
+    entries = filter(None, clean.pop("PYTHONPATH", "").split(os.pathsep))
+    entries = [entry for entry in entries if Path(entry).resolve() != ROOT]
     return {**clean, "PYTHONPATH": os.pathsep.join(entries)} if entries else clean
 
 

@@ -6,7 +6,8 @@ both with the machine's C compiler (two seconds, once): every driver call answer
 describes the wanted GPU. `environment` puts them first on ``LD_LIBRARY_PATH``; in a process started with it,
 ``vllm.platforms.current_platform`` is the real ``NvmlCudaPlatform`` and nothing can touch a GPU.
 
-The driver's symbols are read from the ELF files of the installed packages, so an upgrade of any of them is followed.
+The driver's symbols are read from the compiled libraries and CUDA headers of the installed packages, so an upgrade of
+any of them is followed.
 """
 
 from __future__ import annotations
@@ -44,9 +45,6 @@ BOARDS = {
     (12, 0): ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 96 * GIB),
     (12, 1): ("NVIDIA GB10", int(121.7 * GIB)),
 }
-
-# Driver names that any user of a half-present driver asks for by dlsym, whatever the installed libraries link.
-ALWAYS = ("cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuGetProcAddress", "cuGetProcAddress_v2")
 
 
 class DriverError(OverlayError):
@@ -86,7 +84,7 @@ def build(directory: Path | None = None) -> Path:
     """
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         raise DriverError(f"a rehearsal needs Linux on x86-64 or aarch64; this is {sys.platform} {platform.machine()}")
-    sources = {LIBCUDA: cuda_source(linked_driver_symbols(package_folders())), LIBNVML: NVML_SOURCE.read_text()}
+    sources = {LIBCUDA: cuda_source(wanted_symbols(package_folders())), LIBNVML: NVML_SOURCE.read_text()}
     key = hashlib.sha256("\0".join((platform.machine(), *sources.values())).encode()).hexdigest()[:16]
     root = directory if directory is not None else default_directory()
     target = root / key
@@ -152,7 +150,7 @@ def cuda_source(names: Iterable[str]) -> str:
         f"int {name}(int error, const char **out) {{ (void)error; *out = {value}; return 0; }}"
         for name, value in zip(text, ('"CUDA_ERROR_NO_DEVICE"', '"no CUDA-capable device is detected"'), strict=True)
     ]
-    lines += [f"int {name}(void) {{ return 100; }}" for name in sorted({*names, *ALWAYS} - {*text})]
+    lines += [f"int {name}(void) {{ return 100; }}" for name in sorted({*names} - {*text})]
     return "\n".join(lines) + "\n"
 
 
@@ -163,19 +161,26 @@ def package_folders() -> list[Path]:
     return [f for f in folders if f.is_dir() and (f.name in holds_packages or (f / "vllm").is_dir())]
 
 
-def linked_driver_symbols(folders: Iterable[Path]) -> set[str]:
-    """Every driver symbol that a library below `folders` takes from libcuda.so.1."""
+def wanted_symbols(folders: Iterable[Path]) -> set[str]:
+    """The driver's names that packages below `folders` link, or declare for what they compile when they run.
+
+    Triton compiles a helper against its own copy of cuda.h and loads it; with a name missing, GLM-5.3's model module
+    cannot be imported. Every ``cuName`` in such a header is taken: one too many does no harm.
+    """
     names: set[str] = set()
     for folder in folders:
         for parent, _, files in os.walk(folder):
             for file in files:
-                if ".so" in file:
-                    with open(os.path.join(parent, file), "rb") as handle:
-                        names |= driver_symbols(handle)
+                path = os.path.join(parent, file)
+                if file == "cuda.h":
+                    names |= set(re.findall(r"\bcu[A-Z]\w*", Path(path).read_text(errors="replace")))
+                elif ".so" in file:
+                    with open(path, "rb") as handle:
+                        names |= linked_symbols(handle)
     return names
 
 
-def driver_symbols(elf: BinaryIO) -> set[str]:
+def linked_symbols(elf: BinaryIO) -> set[str]:
     """The undefined ``cuName`` symbols of one library, if libcuda.so.1 is among the libraries it needs.
 
     Reads the section headers, dynamic section and dynamic symbols of a little-endian 64-bit ELF file (both processors
@@ -202,9 +207,8 @@ def driver_symbols(elf: BinaryIO) -> set[str]:
     for section in sections:
         if section[1] == dynamic_type:
             strings = content(sections[section[6]])
-            needed |= {
-                text(strings, value) for tag, value in struct.iter_unpack("<QQ", content(section)) if tag == tag_needed
-            }
+            entries_of = struct.iter_unpack("<QQ", content(section))
+            needed |= {text(strings, value) for tag, value in entries_of if tag == tag_needed}
     if LIBCUDA not in needed:
         return set()
     for section in sections:
