@@ -1,0 +1,53 @@
+"""What the overlay would do for a vLLM started in this environment."""
+
+import argparse
+import json
+
+from overlay import config, registry
+from overlay.errors import OverlayError
+from overlay.fingerprint import fingerprint
+from overlay.hardware import Hardware
+from overlay.registry import Entry, State
+from overlay.sources import VllmSources
+from overlay.table import table
+
+HELP = "installed versions, the configuration read, and each patch's state with its reason"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the states; 1 where a wanted patch cannot be applied, because `import vllm` would refuse there."""
+    patches = list(registry.declarations())
+    settings = config.load(patches)
+    sources, hardware = VllmSources.find(), Hardware()
+    if sources is None:
+        raise OverlayError("vLLM is not installed in this Python: pip install vllm")
+    entries = registry.decide(patches, settings, sources, hardware)
+    report = {
+        "vllm": sources.version,
+        "architecture": hardware.architecture,
+        "config": str(settings.file),
+        "fingerprint": fingerprint(entries),
+        "patches": [describe(entry) for entry in entries],
+    }
+    if options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print(f"vllm {sources.version} ({sources.root}), {hardware.architecture}")
+        print(f"config {settings.file}, fingerprint {report['fingerprint']}\n")
+        print(table(("patch", "state", "reason"), ((e.patch.id, e.state, e.reason) for e in entries)))
+    return 1 if any(entry.state is State.FAILED for entry in entries) else 0
+
+
+def describe(entry: Entry) -> dict[str, object]:
+    """One patch in the shape of `status --json`."""
+    return {
+        "id": entry.patch.id,
+        "state": str(entry.state),
+        "reason": entry.reason,
+        "targets": [str(target) for target in entry.patch.targets],
+        "upstream": list(entry.patch.upstream),
+    }

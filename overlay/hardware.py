@@ -1,0 +1,94 @@
+"""The GPUs of this process, asked of NVML through ctypes: neither CUDA nor vLLM's platform is initialised.
+
+vLLM starts its workers by fork while CUDA is untouched, so nothing that runs at `import vllm` may touch it.
+"""
+
+import ctypes
+import os
+from dataclasses import dataclass
+from functools import cached_property
+
+_NVML = "libnvidia-ml.so.1"
+_SUCCESS, _NOT_SUPPORTED = 0, 3
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU: marketing name, compute capability, and whether it shares the host's memory (GB10)."""
+
+    name: str
+    capability: tuple[int, int]
+    integrated: bool
+
+
+class Hardware:
+    """The visible GPUs, read once and only when somebody asks."""
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        return _read_devices()
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """Lowest capability among the visible GPUs (a mixed machine runs what all can run); None without a driver."""
+        return min((device.capability for device in self.devices), default=None)
+
+    @property
+    def name(self) -> str | None:
+        return self.devices[0].name if self.devices else None
+
+    @property
+    def integrated(self) -> bool:
+        return any(device.integrated for device in self.devices)
+
+    @property
+    def architecture(self) -> str:
+        """`sm_121`, or `no GPU`."""
+        return "no GPU" if self.capability is None else "sm_{}{}".format(*self.capability)
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]  # noqa: RUF012 - ctypes wants a list
+
+
+def _read_devices() -> tuple[Device, ...]:
+    try:
+        nvml = ctypes.CDLL(_NVML)
+    except OSError:
+        return ()
+    if nvml.nvmlInit_v2() != _SUCCESS:
+        return ()
+    try:
+        return tuple(_describe(nvml, handle) for handle in _visible_handles(nvml))
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _visible_handles(nvml: ctypes.CDLL) -> list[ctypes.c_void_p]:
+    """Handles in the order of CUDA_VISIBLE_DEVICES, which holds indices or `GPU-` UUIDs; CUDA stops at the first bad one."""
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = ctypes.c_uint()
+    if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != _SUCCESS:
+        return []
+    names = [str(i) for i in range(count.value)] if wanted is None else [n.strip() for n in wanted.split(",")]
+    handles = []
+    for name in names:
+        handle = ctypes.c_void_p()
+        if name.isdigit():
+            found = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(handle))
+        else:
+            found = nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle))
+        if found != _SUCCESS:
+            break
+        handles.append(handle)
+    return handles
+
+
+def _describe(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Device:
+    name = ctypes.create_string_buffer(96)
+    nvml.nvmlDeviceGetName(handle, name, 96)
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+    # NVML keeps no memory account of its own where the GPU uses the host's memory: that is how GB10 shows itself.
+    integrated = nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(_Memory())) == _NOT_SUPPORTED
+    return Device(name.value.decode(), (major.value, minor.value), integrated)
