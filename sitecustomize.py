@@ -1,8 +1,9 @@
 """Found through PYTHONPATH at the start of every Python process: waits for `import vllm` and delegates to `overlay`.
 
-This file runs in every interpreter that inherits the variable (pip, ninja's helpers, multiprocessing's resource tracker),
-so it uses nothing that is not already loaded, prints nothing, and cannot break the process: what can go wrong is checked
-where vLLM is imported, because an exception raised here would be printed and ignored, and an unpatched engine would serve.
+This file runs in every interpreter that inherits the variable (pip, ninja's helpers, multiprocessing's resource
+tracker), so it uses nothing that is not already loaded, prints nothing, and cannot break the process. What can go wrong
+is checked where vLLM is imported: an exception raised here would be printed and ignored, and an unpatched engine would
+serve.
 """
 
 import os
@@ -45,7 +46,7 @@ def install():
 
 
 def chain():
-    """Execute the sitecustomize that ours shadows (Debian, Homebrew and Nix ship one), as if it had been found first."""
+    """Execute the sitecustomize that ours shadows (Debian, Homebrew and Nix ship one), as if it had been found."""
     from importlib.machinery import PathFinder
 
     others = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != ROOT]

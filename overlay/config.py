@@ -130,7 +130,7 @@ class _Reader:
         return ConfigError(f"{self.file}:{self.line(place, key)}: {name} {what}")
 
     def line(self, place: tuple[str, ...], key: str) -> int:
-        """Line of `key` in table `place`, or of the table's header, or of the header `[place.key]`; 1 if written otherwise."""
+        """Line of `key` in table `place`, of the header `[place.key]`, or else of the table's own header."""
         lines = self.text.splitlines()
         header, inside, fallback = ".".join(place), not place, 1
         for number, line in enumerate(lines, 1):

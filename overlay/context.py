@@ -14,7 +14,7 @@ from overlay.sources import VllmSources
 
 @dataclass
 class Context:
-    """One patch's view of this process. `undo` grows with every change, so that a failure or a test takes all of it back."""
+    """One patch's view of this process. `undo` grows with every change, so that all of it can be taken back."""
 
     patch_id: str
     options: Mapping[str, object]
@@ -38,7 +38,7 @@ class Context:
     def wrap(self, module: ModuleType, qualname: str, wrapper: Callable) -> None:
         """Wrap `module.qualname` with wrapt: `wrapper(wrapped, instance, args, kwargs)`.
 
-        Raises PatchError where a module that is already imported holds the unwrapped function: it would go on calling it.
+        Raises PatchError where an imported module already holds the unwrapped function: it would go on calling it.
         """
         import wrapt
 

@@ -1,7 +1,7 @@
-"""What a patch module declares: its fault, its targets, its options, its probe and what it does when its module is there.
+"""What a patch module declares: its fault, targets, options, probe, and what it does when its module is there.
 
-A patch knows its own targets and nothing of the other patches. The registry decides whether it is wanted; a patch decides,
-from the installed sources and the hardware, whether its fault is present.
+A patch knows its own targets and nothing of the other patches. The registry decides whether it is wanted; a patch
+decides, from the installed sources and the hardware, whether its fault is present.
 """
 
 import logging
@@ -47,7 +47,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a probe found: `present` (the fault is here), `absent` (not needed), `impossible` (needed, cannot be cured)."""
+    """What a probe found: the fault is `present`, `absent` (not needed), or `impossible` to cure here."""
 
     kind: Literal["present", "absent", "impossible"]
     reason: str
@@ -65,7 +65,7 @@ def impossible(reason: str) -> Verdict:
     return Verdict("impossible", reason)
 
 
-class NotNeeded(Exception):  # noqa: N818 - a finding, not an error
+class NotNeeded(Exception):
     """Raised by an apply function that finds, now that the module is there, that its fault is not."""
 
 
@@ -73,9 +73,9 @@ class NotNeeded(Exception):  # noqa: N818 - a finding, not an error
 class Patch:
     """A fault of vLLM and its cure.
 
-    `why` names the fault and its symptom, `how` the seam and the cure, `until` what makes the patch unnecessary. `probe`
-    runs at `import vllm`, before any of vLLM's modules, and must import none of vllm, torch, wrapt and cupy. `apply` maps a
-    module name to the function that is called with that module, right after Python has executed it.
+    `why` names the fault and its symptom, `how` the seam and the cure, `until` what makes the patch unnecessary.
+    `probe` runs at `import vllm`, before any of vLLM's modules, and must import none of vllm, torch, wrapt and cupy.
+    `apply` maps a module name to the function that is called with that module, right after Python has executed it.
     """
 
     id: str

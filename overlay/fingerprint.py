@@ -10,7 +10,7 @@ from overlay.registry import Entry
 
 
 def parts(entries: Iterable[Entry]) -> dict[str, object]:
-    """What the digest is made of. `armed` and `active` count as one: a rank that has imported less runs the same patches."""
+    """What the digest is made of. `armed` and `active` count as one: a rank may have imported less than another."""
     entries = list(entries)
     return {
         "overlay": __version__,

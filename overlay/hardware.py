@@ -48,7 +48,7 @@ class Hardware:
 
 
 class _Memory(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]  # noqa: RUF012 - ctypes wants a list
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
 
 
 def _read_devices() -> tuple[Device, ...]:
@@ -65,7 +65,7 @@ def _read_devices() -> tuple[Device, ...]:
 
 
 def _visible_handles(nvml: ctypes.CDLL) -> list[ctypes.c_void_p]:
-    """Handles in the order of CUDA_VISIBLE_DEVICES, which holds indices or `GPU-` UUIDs; CUDA stops at the first bad one."""
+    """Handles in the order of CUDA_VISIBLE_DEVICES (indices or `GPU-` UUIDs); like CUDA, stops at the first bad one."""
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = ctypes.c_uint()
     if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != _SUCCESS:

@@ -1,7 +1,7 @@
 """Runs a function right after a chosen module has been executed, and makes a failure stick.
 
-A hook that raises would fail one import and leave the next to succeed with an unpatched module. Here the failure is kept:
-every later import of that module raises it again, before the module is executed.
+A hook that raises would fail one import and leave the next to succeed with an unpatched module. Here the failure is
+kept: every later import of that module raises it again, before the module is executed.
 """
 
 import sys
@@ -15,8 +15,8 @@ _searching = threading.local()
 def find_spec(finder: object, name: str, path: object, target: object):
     """The spec that the other finders on the meta path give for `name`.
 
-    Import hooks of other tools (wrapt's among them) search the whole meta path again from inside their own search: `finder`
-    must then answer nothing, or the two would call each other for ever. It does, by asking `searching`.
+    Import hooks of other tools (wrapt's among them) search the whole meta path again from inside their own search:
+    `finder` must then answer nothing, or the two would call each other for ever. It does, by asking `searching`.
     """
     names = _searching.__dict__.setdefault("names", set())
     names.add(name)

@@ -50,10 +50,11 @@ class Entry:
 
     def failure(self) -> PatchError:
         """The one message a user sees: which patch, which target, what is wrong, how to go on without it."""
+        name = self.patch.id
         return PatchError(
-            f"patch {self.patch.id} is wanted and cannot be applied to vLLM {self.context.vllm_version}: {self.reason}\n"
+            f"patch {name} is wanted and cannot be applied to vLLM {self.context.vllm_version}: {self.reason}\n"
             f"  what it cures: {self.patch.title}\n"
-            f"  to run without it: OVERLAY_PATCHES={self.patch.id}=false, or enabled = false in [patches.{self.patch.id}]"
+            f"  to run without it: OVERLAY_PATCHES={name}=false, or enabled = false in [patches.{name}]"
         )
 
 

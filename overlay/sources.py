@@ -1,4 +1,4 @@
-"""The installed vLLM, read as text: where it is, which version, and the signatures of its functions, nothing imported."""
+"""The installed vLLM, read as text: where it is, its version, the signatures of its functions; nothing is imported."""
 
 import ast
 import re
@@ -27,7 +27,7 @@ class VllmSources:
 
     @cached_property
     def version(self) -> str:
-        """`__version__` as the package's own `_version.py` writes it, so that files laid in front of another wheel count."""
+        """What the package's own `_version.py` says, so that files laid in front of another wheel count."""
         path = self.root / "_version.py"
         found = (
             re.search(r"^(?:__version__ = )?version = ['\"]([^'\"]+)", path.read_text(), re.M)
@@ -116,13 +116,17 @@ def _member(node: ast.AST, name: str) -> ast.AST | None:
     """Last binding of `name` in a module's or class's body, looking into if, try and with blocks."""
     found = None
     for child in _bindings(getattr(node, "body", [])):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and child.name == name:
-            found = child
-        elif isinstance(child, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in child.targets):
-            found = child
-        elif isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name) and child.target.id == name:
+        if name in _names(child):
             found = child
     return found
+
+
+def _names(statement: ast.stmt) -> set[str]:
+    """Names that one statement binds by def, class or assignment."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {statement.name}
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def _bindings(body: list[ast.stmt]):

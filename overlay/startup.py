@@ -1,4 +1,4 @@
-"""What happens at `import vllm`: read the configuration, decide about every patch, hook their modules, say so in one line.
+"""What happens at `import vllm`: read the configuration, decide about every patch, hook their modules, say so.
 
 Order matters: everything is checked before anything is changed, so that vLLM is either patched as asked or not started.
 """
@@ -11,7 +11,7 @@ from types import ModuleType
 from overlay import hooks
 from overlay.errors import OverlayError
 
-if sys.version_info < (3, 11):
+if sys.version_info < (3, 11):  # noqa: UP036 - whoever sets PYTHONPATH may run an older Python
     raise OverlayError(
         f"the overlay needs Python 3.11 or newer, this is {sys.version.split()[0]}; OVERLAY_DISABLE=1 runs without"
     )
@@ -59,6 +59,12 @@ def arm() -> None:
         except OverlayError as error:
             _failure = error
             raise
+        except Exception as error:
+            _failure = OverlayError(
+                f"the overlay itself failed at {type(error).__name__}: {error}\n"
+                "  its checkout may be incomplete; OVERLAY_DISABLE=1 runs vLLM without it"
+            )
+            raise _failure from error
 
 
 def _arm() -> ArmedOverlay:
