@@ -10,15 +10,14 @@ from overlay.registry import Entry
 
 
 def parts(entries: Iterable[Entry]) -> dict[str, object]:
-    """What the digest is made of. `armed` and `active` count as one: a rank may have imported less than another."""
+    """What the digest is made of. States are those of `import vllm`: what was imported since differs by rank."""
     entries = list(entries)
     return {
         "overlay": __version__,
         "vllm": entries[0].context.vllm_version if entries else "unknown",
         "kernel": source.digest(),
         "patches": {
-            entry.patch.id: {"state": "on" if entry.on else str(entry.state), "options": dict(entry.context.options)}
-            for entry in entries
+            entry.patch.id: {"state": str(entry.decided), "options": dict(entry.context.options)} for entry in entries
         },
     }
 

@@ -18,6 +18,7 @@ from overlay.sources import VllmSources
 PATCH_IDS: tuple[str, ...] = (
     "sparse_mla",
     "nvfp4_moe_scales",
+    "process_proof",
 )
 
 # What a package is called on PyPI, for the message that asks for it.
@@ -36,12 +37,14 @@ class State(StrEnum):
 
 @dataclass
 class Entry:
-    """A patch with its decision. `modules` holds those of its modules that were wrapped in this process."""
+    """A patch with its state. `decided` is the state before any of its modules was imported, equal in all processes of
+    an engine; `modules` holds those that were wrapped in this one."""
 
     patch: Patch
     context: Context
     state: State
     reason: str
+    decided: State = State.OFF
     modules: list[str] = field(default_factory=list)
 
     @property
@@ -66,7 +69,10 @@ def declarations() -> Iterator[Patch]:
 
 def decide(patches: Iterable[Patch], config: Config, sources: VllmSources, hardware: Hardware) -> list[Entry]:
     """Give every patch its state before any of vLLM's modules is imported; raises nothing, failures are a state."""
-    return [_decide(patch, config, sources, hardware) for patch in patches]
+    entries = [_decide(patch, config, sources, hardware) for patch in patches]
+    for entry in entries:
+        entry.decided = entry.state
+    return entries
 
 
 def _decide(patch: Patch, config: Config, sources: VllmSources, hardware: Hardware) -> Entry:

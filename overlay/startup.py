@@ -29,6 +29,7 @@ class ArmedOverlay:
     entries: list
     sources: object
     hardware: object
+    fingerprint: str
 
 
 def current() -> ArmedOverlay | None:
@@ -42,7 +43,7 @@ def find_vllm(finder: object, path: object, target: object):
         return None
     spec = hooks.find_spec(finder, "vllm", path, target)
     if spec is not None and spec.loader is not None and spec.origin:
-        spec.loader = hooks.Loader(spec.loader, arm, _after_vllm)
+        spec.loader = hooks.Loader(spec.loader, arm, _after_leaf)
     return spec
 
 
@@ -68,7 +69,8 @@ def arm() -> None:
 
 
 def _arm() -> ArmedOverlay:
-    from overlay import config, log, registry
+    from overlay import config, live, log, registry
+    from overlay.fingerprint import fingerprint
     from overlay.hardware import Hardware
     from overlay.sources import VllmSources
 
@@ -81,7 +83,7 @@ def _arm() -> ArmedOverlay:
             "vllm is being imported from something that is not a folder of Python files; it cannot be checked"
         )
     entries = registry.decide(patches, settings, sources, hardware)
-    overlay = ArmedOverlay(settings, entries, sources, hardware)
+    overlay = ArmedOverlay(settings, entries, sources, hardware, fingerprint(entries))
     for entry in entries:
         if entry.state is registry.State.FAILED:
             if settings.strict:
@@ -93,7 +95,17 @@ def _arm() -> ArmedOverlay:
         log.logger.warning("vllm %s is outside the tested releases: patches go by signature and probe", sources.version)
     for entry in entries:
         log.logger.debug("%s: %s: %s", entry.patch.id, entry.state, entry.reason)
+    live.publish(lambda: report(overlay))
     return overlay
+
+
+def report(overlay: ArmedOverlay) -> dict[str, object]:
+    """What `status --live` reads of this process."""
+    return {
+        "vllm": overlay.sources.version,
+        "fingerprint": overlay.fingerprint,
+        "patches": {entry.patch.id: str(entry.state) for entry in overlay.entries},
+    }
 
 
 def summary(overlay: ArmedOverlay) -> str:
@@ -107,10 +119,6 @@ def summary(overlay: ArmedOverlay) -> str:
 
 def _hooked_modules(entries: list) -> set[str]:
     return {module for entry in entries if entry.on for module in entry.patch.apply if module != "vllm"}
-
-
-def _after_vllm(module: ModuleType) -> None:
-    _after_leaf(module)
 
 
 def _entries_for(module: str) -> list:
@@ -127,7 +135,7 @@ def _before_leaf(module: str) -> None:
 
 
 def _after_leaf(module: ModuleType) -> None:
-    from overlay import log, registry
+    from overlay import live, log, registry
 
     for entry in _entries_for(module.__name__):
         if not entry.on:
@@ -140,3 +148,4 @@ def _after_leaf(module: ModuleType) -> None:
             log.logger.error("%s", error)
         else:
             log.logger.debug("%s: %s at %s", entry.patch.id, entry.state, module.__name__)
+    live.refresh()

@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from overlay import config, registry
+from overlay import config, live, registry
 from overlay.errors import OverlayError
 from overlay.fingerprint import fingerprint
 from overlay.hardware import Hardware
@@ -16,10 +16,13 @@ HELP = "installed versions, the configuration read, and each patch's state with 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--live", action="store_true", help="the vLLM processes that are running, and what each says")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the states; 1 where a wanted patch cannot be applied, because `import vllm` would refuse there."""
+    if options.live:
+        return show_processes(list(live.processes()), options.json)
     patches = list(registry.declarations())
     settings = config.load(patches)
     sources, hardware = VllmSources.find(), Hardware()
@@ -40,6 +43,27 @@ def run(options: argparse.Namespace) -> int:
         print(f"config {settings.file}, fingerprint {report['fingerprint']}\n")
         print(table(("patch", "state", "reason"), ((e.patch.id, e.state, e.reason) for e in entries)))
     return 1 if any(entry.state is State.FAILED for entry in entries) else 0
+
+
+def show_processes(processes: list[dict[str, object]], as_json: bool) -> int:
+    """The running vLLM processes; 1 where one runs without the overlay or with another fingerprint than the rest."""
+    fingerprints = {process.get("fingerprint") for process in processes}
+    if as_json:
+        print(json.dumps({"processes": processes}, indent=2))
+    elif not processes:
+        print("no vLLM process of this user is running")
+    else:
+        rows = [
+            (p["pid"], p.get("vllm", "-"), p.get("fingerprint", "none"), _by_state(p), p["command"]) for p in processes
+        ]
+        print(table(("pid", "vllm", "fingerprint", "patches", "command"), rows))
+    return 1 if len(fingerprints) > 1 or None in fingerprints else 0
+
+
+def _by_state(process: dict[str, object]) -> str:
+    states = list(process.get("patches", {}).values())
+    counts = ((state, states.count(state)) for state in map(str, State))
+    return ", ".join(f"{count} {state}" for state, count in counts if count) or "runs without the overlay"
 
 
 def describe(entry: Entry) -> dict[str, object]:

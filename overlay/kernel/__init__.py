@@ -1,0 +1,1 @@
+"""The sparse-MLA CUDA kernel: compiled at run time, cached, loaded and launched."""
