@@ -59,11 +59,11 @@ def load(patches: Iterable[Patch], environ: Mapping[str, str] = os.environ) -> C
 
     settings = {}
     for patch in declared.values():
-        table = dict(tables.get(patch.id, {}))
         place = ("patches", patch.id)
         if not isinstance(tables.get(patch.id, {}), dict):
             raise reader.error(("patches",), patch.id, "must be a table")
-        origin = f"{file.name}" if "enabled" in table else "default"
+        table = dict(tables.get(patch.id, {}))
+        origin = file.name if "enabled" in table else "default"
         switch = reader.switch(place, table.pop("enabled", patch.default))
         if patch.id in overrides:
             switch, origin = overrides[patch.id], "OVERLAY_PATCHES"
@@ -137,7 +137,7 @@ class _Reader:
             if found := re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line):
                 name = found[1].replace('"', "").replace("'", "").replace(" ", "")
                 inside = name == header
-                if name == f"{header}.{key}".strip("."):
+                if f"{name}.".startswith(f"{header}.{key}.".lstrip(".")):
                     return number
                 if inside:
                     fallback = number

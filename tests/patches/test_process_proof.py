@@ -103,7 +103,7 @@ def test_status_live_shows_running_processes_and_forgets_the_dead(tmp_path: Path
     site = make(tmp_path)
     code = "import sys, vllm; print('up', flush=True); sys.stdin.read()"
 
-    def status() -> tuple[int, list[dict[str, object]]]:
+    def status():
         command = [PYTHON, "-m", "overlay", "status", "--live", "--json"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         mine = [p for p in json.loads(done.stdout)["processes"] if p["pid"] in pids]
@@ -112,8 +112,14 @@ def test_status_live_shows_running_processes_and_forgets_the_dead(tmp_path: Path
     processes, pids = [], []
     try:
         for settings in ({}, {"OVERLAY_PATCHES": "process_proof=false"}):
-            process = subprocess.Popen([PYTHON, "-c", code], env=environment(ROOT, site, **settings), text=True,
-                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
+            process = subprocess.Popen(
+                [PYTHON, "-c", code],
+                env=environment(ROOT, site, **settings),
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
             processes.append(process)
             assert process.stdout.readline() == "up\n"
             pids.append(process.pid)
