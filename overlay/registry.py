@@ -17,6 +17,7 @@ from overlay.sources import VllmSources
 # Order of the table in the documentation, and of application where two patches hook one module.
 PATCH_IDS: tuple[str, ...] = (
     "sparse_mla",
+    "nvfp4_moe_scales",
     "process_proof",
 )
 

@@ -1,0 +1,69 @@
+"""What a checkpoint's configuration says of its NVFP4 layers, where vLLM reads it wrongly.
+
+Weight-only layers, in shapes that vLLM does not recognise: a head start alone, which lets vLLM select a W4A16 backend
+from the beginning. What counts are the tensors, checked after loading, whatever a configuration says. And algorithms
+that vLLM does not know: it would leave such layers unquantised and read packed bytes as bf16.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+
+from overlay.errors import OverlayError
+
+
+class AlgorithmError(OverlayError):
+    """A layer is quantised with an algorithm that vLLM cannot load."""
+
+
+def config_groups(config: Mapping) -> list[Mapping]:
+    """The groups of a ModelOpt configuration: a table or a list, at the top or below "quantization"."""
+    inner = config.get("quantization")
+    groups = config.get("config_groups") or (inner.get("config_groups") if isinstance(inner, Mapping) else None) or []
+    members = groups.values() if isinstance(groups, Mapping) else groups
+    return [group for group in members if isinstance(group, Mapping)]
+
+
+def is_weight_only(groups: list[Mapping]) -> bool:
+    """Does every group quantise weights alone? An empty activation table says as much as null or no key."""
+    return bool(groups) and not any(group.get("input_activations") for group in groups)
+
+
+def experts_are_weight_only(groups: list[Mapping], prefix: str) -> bool:
+    """Where groups differ: do those that target the experts at `prefix` quantise weights alone?"""
+    names = (prefix, f"{prefix}.0.gate_proj")
+    matching = [group for group in groups if any(fnmatchcase(n, t) for t in group.get("targets") or () for n in names)]
+    return is_weight_only(matching)
+
+
+def experts_method(get_quant_method: Callable, config: object, layer: object, prefix: str) -> object:
+    """ModelOpt's method for a layer; W4A16 for experts that the configuration's groups quantise so.
+
+    `config` carries its groups as `overlay_groups`. The linear layers beside such experts keep the algorithm they have.
+    """
+    groups = getattr(config, "overlay_groups", None)
+    if groups and type(layer).__name__ == "RoutedExperts" and experts_are_weight_only(groups, prefix):
+        config = copy.copy(config)
+        config.overlay_groups, config.quant_method = None, "W4A16_NVFP4"
+        return type(config).get_quant_method(config, layer, prefix)
+    return get_quant_method(layer, prefix)
+
+
+def known_method(get_quant_method: Callable, config: object, layer: object, prefix: str) -> object:
+    """The mixed-precision method for a layer. Raises AlgorithmError where vLLM would silently leave it unquantised."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    method = get_quant_method(layer, prefix)
+    if method is not None and not isinstance(method, UnquantizedLinearMethod):
+        return method
+    if isinstance(layer, RoutedExperts | LinearBase | ParallelLMHead) and not config.is_layer_excluded(prefix):
+        algorithm = config._resolve_quant_algo(prefix)
+        if algorithm is not None:
+            raise AlgorithmError(
+                f"layer {prefix}: the checkpoint quantises it with {algorithm}, which vLLM's mixed-precision loader "
+                f"cannot load for a {type(layer).__name__}; it would read the packed values as unquantised weights. "
+                "Use a checkpoint without this algorithm, or a vLLM that knows it."
+            )
+    return method
