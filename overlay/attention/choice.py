@@ -88,7 +88,7 @@ def choose(
     if refusal := stock_refusal():
         return Choice(True, f"vLLM refuses its own backends ({refusal}); bf16 rows")
     if wanted is True:
-        return Choice(True, "enabled = true and --kv-cache-dtype auto: bf16 rows instead of fp8_ds_mla")
+        return Choice(True, "enabled = true takes --kv-cache-dtype auto as well; bf16 rows")
     return Choice(False, "--kv-cache-dtype auto is served by the native path; bfloat16 or fp8 select this backend")
 
 

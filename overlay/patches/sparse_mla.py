@@ -72,21 +72,21 @@ def wrap_selector(module: ModuleType, ctx: Context) -> None:
             native_defect=lambda: native.defect(ctx.sources.root),
             stock_refusal=lambda: _stock_refusal(platform, capability, config, num_heads),
         )
-        if not decision.ours:
-            answer = wrapped(*args, **kwargs)
-            if decision.ours is False:
-                say(f"{answer.rpartition('.')[2]}: {decision.reason}")
-            return answer
-        refusals = _our_refusals(capability, config)
-        if not refusals:
-            say(f"{choice.BACKEND_NAME}: {decision.reason}")
-            return choice.BACKEND_PATH
+        if decision.ours is None:
+            return wrapped(*args, **kwargs)
+        reason = decision.reason
+        if decision.ours:
+            refusals = _our_refusals(capability, config)
+            if not refusals:
+                say(f"{choice.BACKEND_NAME}: {reason}")
+                return choice.BACKEND_PATH
+            reason = f"our own backend cannot serve it ({'; '.join(refusals)})"
         try:
             answer = wrapped(*args, **kwargs)
         except ValueError as error:
-            error.add_note(f"overlay: {choice.BACKEND_NAME} was refused as well: {'; '.join(refusals)}")
+            error.add_note(f"overlay: {choice.BACKEND_NAME} did not take this layer: {reason}")
             raise
-        say(f"{answer.rpartition('.')[2]}: {choice.BACKEND_NAME} was refused: {'; '.join(refusals)}")
+        say(f"{answer.rpartition('.')[2]}: {reason}")
         return answer
 
     ctx.wrap(module, "CudaPlatformBase.get_attn_backend_cls", select)
@@ -147,9 +147,9 @@ PATCH = Patch(
     title="no attention path for bf16 or per-tensor fp8 latent rows without rope on 12.x",
     why=(
         "vLLM 0.30 has no working path for rope-free sparse MLA on capability 12.x (`pe_dim must be 64 for "
-        "fp8_ds_mla`). From 0.31 it has one: packed fp8_ds_mla rows of 656 bytes only, index_topk 2048 only, no decode context "
-        "parallelism, kernels that FlashInfer compiles with nvcc. `--kv-cache-dtype bfloat16` ends in `No valid "
-        "attention backend found`; `auto` and `fp8` silently become fp8_ds_mla."
+        "fp8_ds_mla`). From 0.31 it has one: packed fp8_ds_mla rows of 656 bytes only, index_topk 2048 only, no "
+        "decode context parallelism, kernels that FlashInfer compiles with nvcc. `--kv-cache-dtype bfloat16` ends in "
+        "`No valid attention backend found`; `auto` and `fp8` silently become fp8_ds_mla."
     ),
     how=(
         "Wraps CudaPlatformBase.get_attn_backend_cls and answers with the overlay's backend (overlay/attention) and "
@@ -180,8 +180,8 @@ PATCH = Patch(
             (
                 "(self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, "
                 "logits_soft_cap, attn_type, kv_sharing_target_layer_name, q_lora_rank, kv_lora_rank, "
-                "qk_nope_head_dim, qk_rope_head_dim, qk_head_dim, v_head_dim, kv_b_proj, indexer=..., topk_indices_buffer=..., "
-                "index_group_builder=..., q_pad_num_heads=...)",
+                "qk_nope_head_dim, qk_rope_head_dim, qk_head_dim, v_head_dim, kv_b_proj, indexer=..., "
+                "topk_indices_buffer=..., index_group_builder=..., q_pad_num_heads=...)",
             ),
         ),
         Target(SPARSE, "SharedTopkIndicesBuffer.init_topk_indices_buffer", ("(self, indexer, topk_indices_buffer)",)),
