@@ -1,0 +1,203 @@
+"""`accept` finds each fault of a misbehaving server, names what it points to, and lets a good server pass."""
+
+import asyncio
+import json
+import re
+
+import pytest
+
+from overlay.acceptance import pointers, report
+from overlay.acceptance.client import UsageError
+from overlay.acceptance.gates import FULL, QUICK, Plan, gates
+from overlay.acceptance.runner import accept
+from overlay.cli import main
+from tests.acceptance.server import Engine, serve
+
+SMALL = Plan(
+    needles={"8k": 2_000, "230k": 230_000},
+    rows=(64, 160),
+    decode_from=900,
+    decode_to=1_100,
+    repeat=1_200,
+    batches=(64,),
+    canary=64,
+    speed=32,
+)
+
+
+DEEP = Plan(
+    needles={"8k": 1_500},
+    rows=(64,),
+    decode_from=2_000,
+    decode_to=2_400,
+    repeat=1_200,
+    batches=(64,),
+    canary=32,
+    speed=16,
+)
+
+
+def judged(engine: Engine, skip: tuple[str, ...] = (), patience: float = 5.0, plan: Plan = SMALL) -> dict:
+    """The kit's report on a server with this engine."""
+    with serve(engine) as url:
+        return asyncio.run(accept(url, None, plan, skip, patience, seed=3, say=lambda _: None))
+
+
+def states(found: dict) -> dict[str, str]:
+    return {gate["name"]: gate["state"] for gate in found["gates"]}
+
+
+def gate(found: dict, name: str) -> dict:
+    return next(gate for gate in found["gates"] if gate["name"] == name)
+
+
+@pytest.fixture(scope="module")
+def good() -> dict:
+    return judged(Engine())
+
+
+def test_a_server_that_behaves_passes_every_gate_that_its_context_allows(good):
+    assert good["passed"], good
+    assert states(good) == {**dict.fromkeys(states(good), "passed"), "needle-230k": "beyond"}
+
+
+def test_what_was_measured_is_in_the_report(good):
+    assert gate(good, "batch")["measured"]["running"][0] > 8
+    assert gate(good, "prefix")["measured"]["cached_tokens"] == 100
+    prompt = gate(good, "needle-8k")["measured"]["prompt_tokens"]
+    assert prompt == pytest.approx(2_000, rel=0.05)
+    speed = gate(good, "speed")["measured"]
+    assert set(speed) == {"code", "prose", "structured"}
+    assert all(len(kind["runs"]) == 5 and kind["tokens_per_second"] > 0 for kind in speed.values())
+    assert sorted(speed["code"]["runs"])[2] == speed["code"]["tokens_per_second"]
+
+
+def test_the_context_passes_the_length_at_which_engines_died(good):
+    reached = int(re.search(r"to ([\d,]+),", gate(good, "decode")["detail"])[1].replace(",", ""))
+    assert reached >= SMALL.decode_to * 0.95
+    assert FULL.decode_from < 24_576 < FULL.decode_to
+
+
+# fault -> the gate that must fail, with its symptom
+CAUGHT = {
+    "one-token": ("repetition", "repeated"),
+    "empty": ("repetition", "repeated"),
+    "nan-rows": ("rows", "repeated"),
+    "replacement": ("replacement", "replacement"),
+    "dropped": ("repetition", "dropped"),
+    "error-event": ("repetition", "http"),
+    "http-500": ("repetition", "http"),
+    "crossed": ("echo", "echo"),
+    "wrong-needle": ("needle-8k", "needle"),
+    "drift": ("prefix", "prefix"),
+}
+
+
+@pytest.mark.parametrize("fault", CAUGHT)
+def test_each_fault_is_caught_and_points_somewhere(fault):
+    name, symptom = CAUGHT[fault]
+    found = judged(Engine(fault=fault))
+    assert not found["passed"]
+    assert (gate(found, name)["state"], gate(found, name)["symptom"]) == ("failed", symptom)
+    assert " ".join(pointers.POINTERS[symptom].split())[:60] in " ".join(report.as_text(found).split())
+
+
+def test_exchanged_answers_are_seen_without_a_trained_model_too():
+    found = judged(Engine(fault="crossed"), skip=("needle*", "echo", "rows"))
+    assert gate(found, "batch")["symptom"] == "batch"
+
+
+@pytest.mark.parametrize("fault", ["hang", "stalls"])
+def test_a_hang_is_told_from_a_slow_answer_and_ends_the_run(fault):
+    found = judged(Engine(fault=fault), patience=0.5)
+    assert gate(found, "repetition")["symptom"] == "hang"
+    assert gate(found, "repetition")["seconds"] < 5
+    if fault == "hang":
+        assert set(states(found).values()) == {"passed", "failed", "not run"}
+        assert "answers no more" in found["engine"]
+
+
+def test_an_engine_that_dies_past_a_context_length_is_named_by_the_long_decode():
+    found = judged(Engine(fault="dies-decoding", where=2_200), plan=DEEP)
+    assert gate(found, "decode")["symptom"] == "dropped"
+    assert states(found)["replacement"] == states(found)["speed"] == "not run"
+    assert "/health answers 503" in found["engine"]
+    assert not found["passed"]
+
+
+def test_a_failure_that_only_long_prompts_meet_leaves_the_rest_to_run():
+    found = judged(Engine(fault="http-500", where=1_500))
+    assert gate(found, "needle-8k")["symptom"] == "http"
+    assert "EngineDeadError" in gate(found, "needle-8k")["detail"]
+    assert states(found)["speed"] == "passed"
+
+
+def test_deselected_gates_stay_in_the_report():
+    found = judged(Engine(fault="wrong-needle"), skip=("needle*", "rows", "echo"))
+    assert found["passed"]
+    assert [name for name, state in states(found).items() if state == "skipped"] == [
+        "rows",
+        "echo",
+        "needle-8k",
+        "needle-230k",
+    ]
+    assert "skipped" in report.verdict(found)
+
+
+def test_a_gate_only_a_trained_model_passes_says_how_to_leave_it_out():
+    text = report.as_text(judged(Engine(fault="wrong-needle")))
+    assert "random weights" in text
+    assert "--skip needle-8k" in text
+
+
+def test_an_unknown_gate_or_model_is_refused_by_name():
+    with pytest.raises(UsageError, match="did you mean 'echo'"):
+        judged(Engine(), skip=("ecko",))
+    with serve(Engine()) as url, pytest.raises(UsageError, match="serves glm, not 'other'"):
+        asyncio.run(accept(url, "other", SMALL, (), 5.0, 3, say=lambda _: None))
+
+
+def test_nothing_listening_is_a_failed_run_not_a_traceback():
+    found = asyncio.run(accept("http://127.0.0.1:9", None, SMALL, (), 1.0, 3, say=lambda _: None))
+    assert gate(found, "health")["symptom"] == "refused"
+    assert states(found)["speed"] == "not run"
+
+
+def test_every_kind_of_fault_has_a_pointer_and_every_gate_its_own_name():
+    assert {"refused", "http", "dropped", "hang", "malformed", "unhealthy"} <= pointers.POINTERS.keys()
+    for plan in (FULL, QUICK):
+        names = [gate.name for gate in gates(plan)]
+        assert len(names) == len(set(names))
+    assert {gate.name for gate in gates(FULL) if gate.trained} == {
+        "rows",
+        "echo",
+        "needle-8k",
+        "needle-30k",
+        "needle-88k",
+        "needle-230k",
+    }
+
+
+def test_command_line_writes_json_compares_and_exits_by_the_verdict(tmp_path, capsys):
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    with serve(Engine()) as url:
+        assert main(["accept", "--url", url + "/v1", "--quick", "--json", str(before)]) == 0
+    assert "[1/" in capsys.readouterr().err
+    written = json.loads(before.read_text())
+    assert written["passed"] and written["model"] == "glm"
+    with serve(Engine(fault="wrong-needle")) as url:
+        command = ["accept", "--url", url, "--quick", "--json", str(after), "--compare", str(before)]
+        assert main([*command, "--seed", str(written["seed"])]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"needle-8k +passed +failed", said)
+    assert re.search(r"code, tokens/s +\d", said)
+    assert "not accepted" in said
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"gates": []}', '{"gates": [1]}'])
+def test_a_file_that_is_no_report_is_refused(tmp_path, capsys, text):
+    file = tmp_path / "report.json"
+    file.write_text(text)
+    assert main(["accept", "--url", "http://127.0.0.1:9", "--compare", str(file)]) == 2
+    assert "is not a report" in capsys.readouterr().err
+    assert main(["accept", "--url", "http://127.0.0.1:9", "--compare", str(tmp_path / "none.json")]) == 2
