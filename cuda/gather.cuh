@@ -1,0 +1,62 @@
+// Movement between global and shared memory, always in chunks of 16 bytes. Chunk c of row r lies at c ^ (r & 7): conflict-free
+// for the copies that write rows, for ldmatrix that reads eight rows of one chunk, and for its transposing form.
+#pragma once
+#include "columns.cuh"
+
+__device__ __forceinline__ u32 swizzled(int row, int chunk, int row_bytes) {
+  return static_cast<u32>(row * row_bytes + ((chunk ^ (row & 7)) << 4));
+}
+
+// This warp's share of live tile number `position`: its slice of the rows, or half of the rows when two warps share the slice.
+// `kv` points at the slice of row 0. Rows without a valid index become zeros and are never read. Always commits a group, so that
+// the count of groups says which tile has arrived.
+template <class S>
+__device__ __forceinline__ void gather_tile(Shared<S>& sm, const u8* __restrict__ kv, u32 kv_stride, int slice, int group,
+                                            int position) {
+  if (position < sm.tiles_live) {
+    constexpr int kLanesPerRow = S::kRowChunks;
+    constexpr int kRowsPerLane = S::kRows / S::kGroups / (32 / kLanesPerRow);
+    const int lane = threadIdx.x % 32;
+    const int chunk = lane % kLanesPerRow;
+    const int first = group * (S::kRows / S::kGroups) + lane / kLanesPerRow * kRowsPerLane;
+    const u32 live = live_rows(sm, sm.list[position]) >> first;
+    const u32 slot = shared_address(&sm.tiles[slice][position % S::kSlots * S::kTileBytes]);
+    const int* indices = &sm.ring[position % S::kRing][first];
+    kv += 16 * chunk;
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      const bool on = live >> i & 1;
+      const u64 row = on ? static_cast<u32>(indices[i]) : 0u;
+      copy16_async(slot + swizzled(first + i, chunk, S::kSliceBytes), kv + row * kv_stride, on);
+    }
+  }
+  commit_copies();
+}
+
+// Where the warp stages rows of 128 bf16 elements, one per head of its group: queries before, outputs after the tiles.
+template <class S>
+__device__ __forceinline__ u8* staging(Shared<S>& sm, int slice, int group) {
+  return &sm.tiles[slice][group * S::kGroupHeads * kSliceDims * 2];
+}
+
+// Q of the warp's heads and slice into its staging area; heads beyond `heads` become zeros. Strides in bytes.
+template <class S>
+__device__ __forceinline__ void stage_query(u8* stage, const u8* __restrict__ q, i64 head_stride, int heads) {
+  const int lane = threadIdx.x % 32, chunk = lane % 16;
+#pragma unroll
+  for (int head = lane / 16; head < S::kGroupHeads; head += 2) {
+    const bool on = head < heads;
+    copy16_async(shared_address(stage) + swizzled(head, chunk, 256), q + (on ? head * head_stride : 0) + 16 * chunk, on);
+  }
+  commit_copies();
+}
+
+template <class S>
+__device__ __forceinline__ void store_output(const u8* stage, u8* __restrict__ out, i64 head_stride, int heads) {
+  const int lane = threadIdx.x % 32, chunk = lane % 16;
+#pragma unroll
+  for (int head = lane / 16; head < S::kGroupHeads; head += 2) {
+    const uint4 data = *reinterpret_cast<const uint4*>(stage + swizzled(head, chunk, 256));
+    if (head < heads) *reinterpret_cast<uint4*>(out + head * head_stride + 16 * chunk) = data;
+  }
+}

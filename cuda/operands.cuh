@@ -1,0 +1,212 @@
+// The two matrix products of a tile, heads on the N side of the MMA:
+//     S^T [rows, heads] = K [rows, dims] Q^T [dims, heads]        O^T [dims, heads] += V^T [dims, rows] P^T [rows, heads]
+// With 8 heads on N nothing is padded, Q stays in registers for the whole block, and the tile in shared memory is the A operand
+// of both products: K through ldmatrix, V^T through its transposing form.
+//
+// bf16 rows are multiplied in bf16. e4m3 rows become f16, exactly, as the fragment is loaded; Q goes to f16 with a power of two
+// per head that brings its largest element near the top of f16's range.
+#pragma once
+#include "gather.cuh"
+
+constexpr int kDimTiles = kSliceDims / 16;  // k16 steps of the scores, m16 tiles of the values
+
+template <class S>
+using Query = u32[kDimTiles][S::kHeadTiles][2];
+template <class S>
+using Scores = float[S::kRowTiles][S::kHeadTiles][4];
+template <class S>
+using Weights = u32[S::kRowTiles][S::kHeadTiles][2];
+template <class S>
+using Output = float[kDimTiles][S::kHeadTiles][4];
+
+// --- Q -----------------------------------------------------------------------------------------------------------------------
+
+// B fragments of Q^T from the staging area, still bf16. Element pairs of the fp8 kernel follow the bytes of an e4m3 fragment:
+// lane j of four holds dims 4j to 4j+3 of a k16 step as k = 2j, 2j+1, 2j+8, 2j+9. The order of k is free as long as both
+// operands agree, and this one needs no shuffle of bytes.
+template <class S>
+__device__ __forceinline__ void load_query(Query<S>& q, const u8* stage) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < S::kHeadTiles; ++n) {
+    if constexpr (S::kFp8) {
+#pragma unroll
+      for (int k = 0; k < kDimTiles; ++k) {
+        const int head = 8 * n + lane / 4, j = lane % 4;
+        const uint2 pairs = *reinterpret_cast<const uint2*>(stage + swizzled(head, 2 * k + j / 2, 256) + 8 * (j % 2));
+        q[k][n][0] = pairs.x;
+        q[k][n][1] = pairs.y;
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kDimTiles; k += 2) {
+        u32 fragment[4];
+        load_matrices(fragment, shared_address(stage) + swizzled(8 * n + lane % 8, 2 * k + lane / 8, 256));
+        q[k][n][0] = fragment[0];
+        q[k][n][1] = fragment[1];
+        q[k + 1][n][0] = fragment[2];
+        q[k + 1][n][1] = fragment[3];
+      }
+    }
+  }
+}
+
+// fp8 only: the largest magnitude of each head over this warp's slice. Bits of non-negative floats order like the floats.
+template <class S>
+__device__ __forceinline__ void publish_query_max(Shared<S>& sm, const Query<S>& q, int slice, int group) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < S::kHeadTiles; ++n) {
+    u32 largest = 0;
+#pragma unroll
+    for (int k = 0; k < kDimTiles; ++k) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) largest = max(largest, max(q[k][n][i] << 16 & 0x7fff0000u, q[k][n][i] & 0x7fff0000u));
+    }
+    largest = max(largest, __shfl_xor_sync(kFullWarp, largest, 1));
+    largest = max(largest, __shfl_xor_sync(kFullWarp, largest, 2));
+    if (lane % 4 == 0) sm.query_max[slice][group * S::kGroupHeads + 8 * n + lane / 4] = largest;
+  }
+}
+
+// Exponent field of the largest magnitude of a head, at least 15 so that both powers of two below are normal numbers. Q times
+// 2^(141 - exponent) has its largest element in [2^14, 2^15), which keeps every bf16 down to 2^-29 of it exact in f16.
+template <class S>
+__device__ __forceinline__ u32 query_exponent(const Shared<S>& sm, int head) {
+  u32 largest = 0;
+#pragma unroll
+  for (int slice = 0; slice < kSlices; ++slice) largest = max(largest, sm.query_max[slice][head]);
+  return max(largest >> 23, 15u);
+}
+
+__device__ __forceinline__ float query_factor(u32 exponent) { return __uint_as_float((268u - exponent) << 23); }
+__device__ __forceinline__ float query_inverse_factor(u32 exponent) { return __uint_as_float((exponent - 14u) << 23); }
+
+// fp8 only: Q from bf16 to scaled f16, in place.
+template <class S>
+__device__ __forceinline__ void convert_query(const Shared<S>& sm, Query<S>& q, int group) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < S::kHeadTiles; ++n) {
+    const float factor = query_factor(query_exponent(sm, group * S::kGroupHeads + 8 * n + lane / 4));
+#pragma unroll
+    for (int k = 0; k < kDimTiles; ++k) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) q[k][n][i] = pack_f16(low_bf16(q[k][n][i]) * factor, high_bf16(q[k][n][i]) * factor);
+    }
+  }
+}
+
+// --- products ----------------------------------------------------------------------------------------------------------------
+
+template <class S>
+__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  if constexpr (S::kFp8) {
+    mma_f16(c, a, b[0], b[1]);
+  } else {
+    mma_bf16(c, a, b[0], b[1]);
+  }
+}
+
+// Partial scores of this warp's slice. `tile` is the shared address of the slice of the tile, a multiple of 256.
+template <class S>
+__device__ __forceinline__ void multiply_keys(Scores<S>& s, const Query<S>& q, u32 tile) {
+  // With one or two head tiles a single accumulator is a chain of eight dependent MMAs: two sets hide half of its latency.
+  // From four head tiles on the second set only costs registers.
+  constexpr int kSets = S::kHeadTiles * S::kRowTiles <= 2 ? 2 : 1;
+  const int lane = threadIdx.x % 32;
+  float sets[kSets][S::kRowTiles][S::kHeadTiles][4] = {};
+#pragma unroll
+  for (int r = 0; r < S::kRowTiles; ++r) {
+    const u32 row = tile + swizzled(16 * r + lane % 16, lane / 16, S::kSliceBytes);
+    if constexpr (S::kFp8) {
+#pragma unroll
+      for (int k = 0; k < kDimTiles; k += 2) {
+        u32 bytes[4], even[4], odd[4];  // rows 0-7 and 8-15 of step k, then of step k + 1
+        load_matrices(bytes, row ^ (k << 4));
+        unpack_e4m3(bytes[0], even[0], even[2]);
+        unpack_e4m3(bytes[1], even[1], even[3]);
+        unpack_e4m3(bytes[2], odd[0], odd[2]);
+        unpack_e4m3(bytes[3], odd[1], odd[3]);
+#pragma unroll
+        for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(sets[0][r][n], even, q[k][n]);
+#pragma unroll
+        for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(sets[kSets - 1][r][n], odd, q[k + 1][n]);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kDimTiles; ++k) {
+        u32 keys[4];
+        load_matrices(keys, row ^ (k << 5));
+#pragma unroll
+        for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(sets[k % kSets][r][n], keys, q[k][n]);
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < S::kRowTiles; ++r) {
+#pragma unroll
+    for (int n = 0; n < S::kHeadTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[r][n][i] = kSets == 2 ? sets[0][r][n][i] + sets[1][r][n][i] : sets[0][r][n][i];
+    }
+  }
+}
+
+// o += V^T P^T over the rows of a tile. An e4m3 fragment holds two rows of two neighbouring dims: one byte permutation pairs the
+// rows, so dim 2c of a tile of 16 becomes row c of the MMA and dim 2c+1 row c+8.
+template <class S>
+__device__ __forceinline__ void multiply_values(Output<S>& o, const Weights<S>& p, u32 tile) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < S::kRowTiles; ++r) {
+    if constexpr (S::kFp8) {
+      const u32 row = tile + swizzled(16 * r + lane % 16, lane / 16, S::kSliceBytes);
+#pragma unroll
+      for (int d = 0; d < kDimTiles; d += 2) {
+        u32 bytes[4], even[4], odd[4];
+        load_matrices_transposed(bytes, row ^ (d << 4));
+        unpack_e4m3(__byte_perm(bytes[0], 0, 0x3120), even[0], even[1]);
+        unpack_e4m3(__byte_perm(bytes[1], 0, 0x3120), even[2], even[3]);
+        unpack_e4m3(__byte_perm(bytes[2], 0, 0x3120), odd[0], odd[1]);
+        unpack_e4m3(__byte_perm(bytes[3], 0, 0x3120), odd[2], odd[3]);
+#pragma unroll
+        for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(o[d][n], even, p[r][n]);
+#pragma unroll
+        for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(o[d + 1][n], odd, p[r][n]);
+      }
+    } else {
+      const u32 row = tile + swizzled(16 * r + lane % 8 + lane / 16 * 8, lane / 8 % 2, S::kSliceBytes);
+#pragma unroll
+      for (int d = 0; d < kDimTiles; ++d) {
+        u32 values[4];
+        load_matrices_transposed(values, row ^ (d << 5));
+#pragma unroll
+        for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(o[d][n], values, p[r][n]);
+      }
+    }
+  }
+}
+
+// Output fragments, scaled per head, as bf16 rows into the staging area.
+template <class S>
+__device__ __forceinline__ void stage_output(u8* stage, const Output<S>& o, const float (&norm)[S::kHeadTiles][2]) {
+  const int lane = threadIdx.x % 32, c = lane / 4, j = lane % 4;
+#pragma unroll
+  for (int n = 0; n < S::kHeadTiles; ++n) {
+#pragma unroll
+    for (int d = 0; d < kDimTiles; ++d) {
+      const float first = o[d][n][0] * norm[n][0], second = o[d][n][1] * norm[n][1];
+      const float third = o[d][n][2] * norm[n][0], fourth = o[d][n][3] * norm[n][1];
+      if constexpr (S::kFp8) {  // dims 16 d + 2 c and the next, heads 2 j and the next
+        const int chunk = 2 * d + c / 4, byte = c % 4 * 4;
+        *reinterpret_cast<u32*>(stage + swizzled(8 * n + 2 * j, chunk, 256) + byte) = pack_bf16(first, third);
+        *reinterpret_cast<u32*>(stage + swizzled(8 * n + 2 * j + 1, chunk, 256) + byte) = pack_bf16(second, fourth);
+      } else {  // after the transposition: head c, dims 16 d + 2 j and the next, then the same plus 8
+        const u32 lower = transpose_matrix(pack_bf16(first, second)), upper = transpose_matrix(pack_bf16(third, fourth));
+        *reinterpret_cast<u32*>(stage + swizzled(8 * n + c, 2 * d, 256) + 4 * j) = lower;
+        *reinterpret_cast<u32*>(stage + swizzled(8 * n + c, 2 * d + 1, 256) + 4 * j) = upper;
+      }
+    }
+  }
+}
