@@ -6,7 +6,7 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 
-from overlay import __version__, commands
+from overlay import __version__, carried, commands
 from overlay.errors import OverlayError
 
 
@@ -19,10 +19,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for found in pkgutil.iter_modules(commands.__path__):
         module = importlib.import_module(f"overlay.commands.{found.name}")
-        subparser = subparsers.add_parser(found.name.replace("_", "-"), help=module.HELP, description=module.HELP)
+        passes_on = hasattr(module, "PASSES_ON")  # flags it does not know are vLLM's, whole or not at all
+        subparser = subparsers.add_parser(
+            found.name.replace("_", "-"), help=module.HELP, description=module.HELP, allow_abbrev=not passes_on
+        )
         module.add_arguments(subparser)
-        subparser.set_defaults(run=module.run)
-    options = parser.parse_args(arguments)
+        subparser.set_defaults(run=module.run, passes_on=passes_on)
+    options, options.passed_on = parser.parse_known_args(arguments)
+    if options.passed_on and not options.passes_on:
+        parser.error(f"unrecognized arguments: {' '.join(options.passed_on)}")
+    carried.extend_path()
     try:
         return options.run(options)
     except OverlayError as error:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import ModuleType
 
+from overlay import carried
 from overlay.config import Config
 from overlay.context import Context
 from overlay.declare import NotNeeded, Patch, Target
@@ -18,6 +19,7 @@ from overlay.sources import VllmSources
 PATCH_IDS: tuple[str, ...] = (
     "sparse_mla",
     "nvfp4_moe_scales",
+    "indexer_bounds",
     "process_proof",
 )
 
@@ -113,7 +115,9 @@ def _missing(patch: Patch) -> str | None:
     """Names the first package that the patch needs and this Python does not have, with the pip line."""
     for package in patch.requires:
         if importlib.util.find_spec(package) is None:
-            return f"the package {package} is not installed: {_PIP[package]}"
+            bundles = carried.others()
+            unfit = f" (the bundle's are for {', '.join(bundles)}; this is {carried.tag()})" if bundles else ""
+            return f"the package {package} is not installed: {_PIP[package]}{unfit}"
     return None
 
 

@@ -69,11 +69,12 @@ def arm() -> None:
 
 
 def _arm() -> ArmedOverlay:
-    from overlay import config, live, log, registry
+    from overlay import carried, config, live, log, registry
     from overlay.fingerprint import fingerprint
     from overlay.hardware import Hardware
     from overlay.sources import VllmSources
 
+    carried.extend_path()
     patches = list(registry.declarations())
     settings = config.load(patches)
     log.configure(settings.log)
