@@ -1,7 +1,5 @@
 """Fixtures that every test directory shares: a vLLM process that believes in a GPU, and its answer as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -10,8 +10,6 @@ The driver's symbols are read from the compiled libraries and CUDA headers of th
 any of them is followed.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os
@@ -24,10 +22,12 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from overlay.errors import OverlayError
+from overlay.kernel.cache import default_directory
 
 LIBCUDA = "libcuda.so.1"
 LIBNVML = "libnvidia-ml.so.1"
@@ -35,16 +35,33 @@ NVML_SOURCE = Path(__file__).with_name("nvml.c")
 PREFIX = "OVERLAY_REHEARSAL_"
 
 GIB = 1024**3
-# What NVML says of the usual board of a capability; any other capability gets a plain name and 80 GiB.
-# GB10's NVML knows no memory size. A rehearsal needs one, so it answers with what the system has.
+
+
+@dataclass(frozen=True)
+class Board:
+    """What is known of the usual board of a capability: memory in bytes, multiprocessors, opt-in shared memory."""
+
+    name: str
+    memory: int
+    multiprocessors: int
+    shared_memory: int
+    integrated: bool = False  # shares the host's memory: NVML knows no size, and vLLM asks CUDA
+
+
 BOARDS = {
-    (8, 0): ("NVIDIA A100-SXM4-80GB", 80 * GIB),
-    (8, 9): ("NVIDIA L40S", 45 * GIB),
-    (9, 0): ("NVIDIA H200", 141 * GIB),
-    (10, 0): ("NVIDIA B200", 180 * GIB),
-    (12, 0): ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 96 * GIB),
-    (12, 1): ("NVIDIA GB10", int(121.7 * GIB)),
+    (8, 0): Board("NVIDIA A100-SXM4-80GB", 80 * GIB, 108, 166912),
+    (8, 9): Board("NVIDIA L40S", 45 * GIB, 142, 101376),
+    (9, 0): Board("NVIDIA H200", 141 * GIB, 132, 232448),
+    (10, 0): Board("NVIDIA B200", 180 * GIB, 148, 232448),
+    (12, 0): Board("NVIDIA RTX PRO 6000 Blackwell Server Edition", 96 * GIB, 188, 101376),
+    (12, 1): Board("NVIDIA GB10", int(121.7 * GIB), 48, 101376, integrated=True),
 }
+
+
+def board(capability: tuple[int, int]) -> Board:
+    """The usual board of `capability`, or a plain one of 80 GiB where none is known."""
+    unknown = Board("rehearsed GPU {}.{}".format(*capability), 80 * GIB, 108, 101376)
+    return BOARDS.get(capability, unknown)
 
 
 class DriverError(OverlayError):
@@ -61,17 +78,17 @@ def environment(
 ) -> dict[str, str]:
     """The environment of a process in which vLLM sees `devices` GPUs of `capability` and no real one.
 
-    `memory` is in bytes per device; `name` and `memory` default to the usual board of that capability. The stub
-    libraries are built on first use into `directory` (default: the user's cache). Raises DriverError.
+    `memory` is in bytes per device, 0 for a board whose NVML knows none (GB10); it and `name` default to the usual
+    board's. The stub libraries are built on first use into `directory` (default: the user's cache). Raises DriverError.
     """
-    board, board_memory = BOARDS.get(capability, (f"rehearsed GPU {capability[0]}.{capability[1]}", 80 * GIB))
+    usual = board(capability)
     libraries = build(directory)
     # A selection of real devices means nothing among rehearsed ones, and index 3 of one device stops vLLM.
     env = {key: value for key, value in base.items() if key != "CUDA_VISIBLE_DEVICES" and not key.startswith(PREFIX)}
     env[PREFIX + "CAPABILITY"] = f"{capability[0]}.{capability[1]}"
     env[PREFIX + "DEVICES"] = str(devices)
-    env[PREFIX + "NAME"] = name or board
-    env[PREFIX + "MEMORY"] = str(board_memory if memory is None else memory)
+    env[PREFIX + "NAME"] = name or usual.name
+    env[PREFIX + "MEMORY"] = str(usual.memory if memory is None else memory)
     paths = [str(libraries), *filter(None, env.get("LD_LIBRARY_PATH", "").split(os.pathsep))]
     env["LD_LIBRARY_PATH"] = os.pathsep.join(dict.fromkeys(paths))
     return env
@@ -86,7 +103,7 @@ def build(directory: Path | None = None) -> Path:
         raise DriverError(f"a rehearsal needs Linux on x86-64 or aarch64; this is {sys.platform} {platform.machine()}")
     sources = {LIBCUDA: cuda_source(wanted_symbols(package_folders())), LIBNVML: NVML_SOURCE.read_text()}
     key = hashlib.sha256("\0".join((platform.machine(), *sources.values())).encode()).hexdigest()[:16]
-    root = directory if directory is not None else default_directory()
+    root = default_directory() / "driver" if directory is None else directory
     target = root / key
     if target.is_dir():
         return target
@@ -102,11 +119,6 @@ def build(directory: Path | None = None) -> Path:
                 compile_library(compiler, source, finished / library)
             finished.rename(target)
     return target
-
-
-def default_directory() -> Path:
-    """Where builds are kept: the overlay's folder in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "overlay" / "driver"
 
 
 @contextmanager

@@ -1,0 +1,140 @@
+"""Two rehearsed columns as text and as findings: pure functions of what `columns.ask` returned."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from overlay.checkpoint.findings import Finding, error, info, warning
+from overlay.table import table
+
+GIB = 1024**3
+Column = Mapping[str, Any]
+
+
+def as_json(columns: Mapping[str, Column], findings: Sequence[Finding]) -> dict[str, Any]:
+    """The shape of `rehearse --json`: both columns, and what to know about them."""
+    return {**columns, "findings": [finding.as_json() for finding in findings]}
+
+
+def as_text(columns: Mapping[str, Column], findings: Sequence[Finding]) -> str:
+    """The columns side by side, why each backend was chosen or refused, the memory sum, the patches, the findings."""
+    rows = [(label, *(_cell(show, column) for column in columns.values())) for label, show in ROWS]
+    parts = [table(("", *columns), [row for row in rows if any(cell != "-" for cell in row[1:])])]
+    parts += [why(name, column) for name, column in columns.items()]
+    parts += [memory(name, column) for name, column in columns.items() if column.get("budget")]
+    if patches := columns["overlay"].get("patches"):
+        parts.append(table(("patch", "state", "reason"), ((p["id"], p["state"], p["reason"]) for p in patches)))
+    if findings:
+        parts.append("\n".join(_finding(finding) for finding in findings))
+    return "\n\n".join(parts)
+
+
+def _cell(show: Callable[[Column], object], column: Column) -> str:
+    try:
+        value = show(column)
+    except KeyError:  # the column ended before this was known
+        return "-"
+    return "-" if value is None else str(value)
+
+
+def _graphs(column: Column) -> str:
+    kind = "breakable" if column["breakable_cudagraph"] else "compiled"
+    return f"{column['cudagraph_mode']} ({kind})" if column["cudagraph_mode"] != "NONE" else "NONE"
+
+
+def _kv_dtype(column: Column) -> str:
+    asked, used = column["kv_cache_dtype_asked"], column["kv_cache_dtype"]
+    return used if used == asked else f"{used} (asked: {asked})"
+
+
+ROWS: tuple[tuple[str, Callable[[Column], object]], ...] = (
+    ("boots, as far as a rehearsal sees", lambda c: "yes" if c["boots"] else f"NO, at {c['failure']['stage']}"),
+    ("vllm", lambda c: c["vllm"]),
+    ("architecture", lambda c: c["architecture"]),
+    ("attention backend", lambda c: c["attention_backend"]),
+    ("KV cache dtype", _kv_dtype),
+    ("bytes per token and layer", lambda c: c["row_bytes"]),
+    ("block size, tokens", lambda c: f"{c['block_size']:,}"),
+    ("bytes per block, all layers", lambda c: f"{c['bytes_per_block']:,}"),
+    ("bytes per token, all layers", lambda c: f"{c['bytes_per_token']:,}"),
+    ("KV cache memory per GPU", lambda c: f"{c['kv_memory'] / GIB:.2f} GiB"),
+    ("tokens that fit", lambda c: f"{c['kv_tokens']:,}"),
+    ("requests of full length at once", lambda c: f"{c['max_concurrency']:,.2f} of {c['max_model_len']:,} tokens"),
+    ("weights per GPU", lambda c: f"{c['weight_bytes'] / GIB:.2f} GiB"),
+    ("other buffers per GPU", lambda c: f"{c['buffer_bytes'] / GIB:.2f} GiB"),
+    ("quantisation", lambda c: c["quantization"] or "none"),
+    ("MoE backend", lambda c: c["moe_backend"]),
+    ("MoE quantisation", lambda c: c["moe_quantization"]),
+    ("CUDA graphs", _graphs),
+    ("indexer top-k", lambda c: c["indexer_topk"]),
+)
+
+
+def why(name: str, column: Column) -> str:
+    """The reasons of one column: the selector's refusals, what the overlay said, and what stopped it."""
+    lines = [f"{name}: why"]
+    for selection in column.get("selections", ()):
+        asked = f"head size {selection['head_size']}, KV {selection['kv_cache_dtype']}"
+        lines.append(f"  {asked}: {selection['chosen'] or 'no backend'}")
+        lines += [f"    {backend} refused: {'; '.join(r)}" for backend, r in selection["refused"].items()]
+    lines += [f"  {line}" for line in column["log"]]
+    if column["failure"]:
+        lines.append(f"  would not boot: {column['failure']['error']}")
+    return "\n".join(lines) if len(lines) > 1 else f"{name}: nothing to explain"
+
+
+def memory(name: str, column: Column) -> str:
+    """The subtraction that leaves the KV cache, one term after the other."""
+    budget = column["budget"]
+    terms = (
+        ("weights", budget["weights"]),
+        ("buffers of the built model", budget["buffers"]),
+        ("dense prefill in the profile run", budget["prefill_workspace"]),
+        ("allowance for activations, graphs, CUDA, NCCL", budget["allowance"]),
+    )
+    start = f"{name}: {budget['memory'] / GIB:.2f} GiB x gpu_memory_utilization {budget['utilization']:g}"
+    subtracted = "".join(f" - {size / GIB:.2f} ({what})" for what, size in terms)
+    return f"{start}{subtracted} = {budget['kv_cache'] / GIB:.2f} GiB for the KV cache"
+
+
+def _finding(finding: Finding) -> str:
+    return f"{finding.severity}: {finding.what}\n  so: {finding.consequence}\n  cure: {finding.cure}"
+
+
+def findings(stock: Column, overlay: Column) -> list[Finding]:
+    """What the two columns alone tell; the checkpoint's own faults are the audit's."""
+    found = []
+    if not overlay["boots"]:
+        found.append(_no_boot(overlay))
+    elif not stock["boots"]:
+        at, said = stock["failure"]["stage"], stock["failure"]["error"]
+        found.append(
+            warning("stock_boot", f"stock vLLM would not boot, at {at}: {said}", "no server", "run with the overlay")
+        )
+    if stock.get("kv_cache_dtype") == "fp8_ds_mla" and stock["kv_cache_dtype_asked"] != "fp8_ds_mla":
+        found.append(
+            warning(
+                "kv_cache_rewritten",
+                f"stock vLLM silently stores fp8_ds_mla rows where {stock['kv_cache_dtype_asked']} was asked for",
+                f"{stock['row_bytes']} bytes a token and layer, block-scaled fp8",
+                "--kv-cache-dtype bfloat16 (exact) or fp8 (512 bytes) with the overlay",
+            )
+        )
+    return found + _capacity(stock, overlay)
+
+
+def _no_boot(overlay: Column) -> Finding:
+    at, said = overlay["failure"]["stage"], overlay["failure"]["error"]
+    cure = "see the message; `python -m overlay status` shows the patches"
+    if overlay.get("budget", {}).get("kv_cache", 1) <= 0:
+        cure = "more GPUs (--tp), a smaller or quantised checkpoint, or a higher --gpu-memory-utilization"
+    return error("overlay_boot", f"vLLM with the overlay would not boot, at {at}: {said}", "no server", cure)
+
+
+def _capacity(stock: Column, overlay: Column) -> list[Finding]:
+    """How many more tokens the overlay's column holds, where both are known and differ."""
+    ours, theirs = overlay.get("kv_tokens"), stock.get("kv_tokens")
+    if not ours or not theirs or ours == theirs:
+        return []
+    more = f"{ours:,} tokens fit with the overlay, {theirs:,} without ({ours / theirs - 1:+.0%})"
+    cause = f"{overlay['bytes_per_block']:,} against {stock['bytes_per_block']:,} bytes a block"
+    return [info("kv_capacity", more, cause, "none needed")]
