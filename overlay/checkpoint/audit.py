@@ -1,0 +1,137 @@
+"""What is wrong with a checkpoint: told in seconds from its JSON files, headers and smallest tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from overlay.checkpoint import audit_activations, audit_claims, audit_scales, audit_shards, audit_storage
+from overlay.checkpoint.audit_activations import Activation
+from overlay.checkpoint.audit_config import CONFIG, SIDE_FILE, QuantConfig, Statement, in_effect, load_json, read, state
+from overlay.checkpoint.audit_headers import HeaderError
+from overlay.checkpoint.audit_modules import Module, Total, modules, shape, totals
+from overlay.checkpoint.audit_names import family, runtime_modules
+from overlay.checkpoint.findings import Finding, error, warning
+from overlay.checkpoint.tiny_config import CheckpointError
+
+SEVERITIES = ("error", "warning", "info")
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The result. `bytes` is what vLLM would load; `findings` the worst first."""
+
+    path: Path
+    architecture: str
+    config: QuantConfig | None
+    statement: Statement
+    totals: tuple[Total, ...]
+    activations: tuple[Activation, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(total.bytes for total in self.totals)
+
+    @property
+    def failed(self) -> bool:
+        return any(finding.severity == "error" for finding in self.findings)
+
+    def as_json(self) -> dict[str, object]:
+        """The shape of `audit --json`; sizes in bytes."""
+        config = self.config
+        return {
+            "path": str(self.path),
+            "architecture": self.architecture,
+            "quantization": {
+                "file": config.file if config else None,
+                "method": config.method if config else None,
+                "label": self.statement.label,
+                "activation_scales": self.statement.activation_scales,
+                "kv_cache": config.kv_cache if config else None,
+            },
+            "bytes": self.bytes,
+            "totals": [
+                {"kind": row.kind, "parameters": row.parameters, "bytes": row.bytes, "formats": dict(row.formats)}
+                for row in self.totals
+            ],
+            "nvfp4": [
+                {
+                    "kind": row.kind,
+                    "claimed": row.claimed,
+                    "served": dict(row.served),
+                    "usable_scales": row.usable,
+                    "projections": row.projections,
+                }
+                for row in self.activations
+            ],
+            "findings": [finding.as_json() for finding in self.findings],
+        }
+
+
+def audit(path: Path | str) -> Audit:
+    """Audit the checkpoint in the folder `path`. Raises CheckpointError for a folder that is none."""
+    folder = Path(path)
+    config = load_json(folder / CONFIG)
+    if config is None:
+        raise CheckpointError(f"{folder} has no {CONFIG}: name the folder of a checkpoint")
+    main, side = read(config), read(load_json(folder / SIDE_FILE), SIDE_FILE)
+    used = in_effect(main, side)
+    found = audit_claims.findings(main, side)
+
+    weights = audit_shards.read(folder)
+    found += weights.findings
+    extent = shape(config)
+    present = modules(weights.tensors.values(), extent)
+    found += audit_storage.incomplete(present, extent)
+    found += _vision(folder, config, present)
+
+    model = family(config)
+    runtime = runtime_modules(present, model)
+    planned, mismatches = audit_storage.plan(used, runtime, model)
+    found += mismatches
+    found += audit_storage.idle_entries(used, present, runtime)
+    try:
+        scales = audit_scales.read(planned)
+    except (HeaderError, OSError) as problem:
+        scales = []
+        found.append(error("unreadable_scales", str(problem), "the scales were not judged", "run the audit again"))
+    activations, missing = audit_activations.examine(scales)
+    found += [*missing, *audit_scales.findings(scales)]
+    return Audit(
+        path=folder,
+        architecture=next(iter(config.get("architectures") or ()), "unknown"),
+        config=used,
+        statement=state(used),
+        totals=tuple(totals(present)),
+        activations=tuple(activations),
+        findings=tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))),
+    )
+
+
+def _vision(folder: Path, config: Mapping, present: list[Module]) -> list[Finding]:
+    """The files and tensors of the vision path, where config.json announces one."""
+    if not isinstance(config.get("vision_config"), Mapping):
+        return []
+    found = []
+    architecture = next(iter(config.get("architectures") or ()), "")
+    if architecture.startswith("Glm5Next") and not (folder / "processor_config.json").exists():
+        other = (folder / "preprocessor_config.json").exists()
+        found.append(
+            error(
+                "processor_config",
+                "processor_config.json is missing"
+                + ("; preprocessor_config.json is not read in its place" if other else ""),
+                "the vision path does not load, and vLLM stops at start-up",
+                "copy it from the model that was quantised, or --language-model-only",
+            )
+        )
+    if present and not any(module.kind == "vision" for module in present):
+        found.append(
+            warning(
+                "vision_missing",
+                "config.json announces a vision tower; the checkpoint has no tensor of one",
+                "the tower computes with uninitialised memory",
+                "--language-model-only",
+            )
+        )
+    return found

@@ -1,0 +1,304 @@
+"""What vLLM builds from the configuration, against what the tensors are."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from overlay.checkpoint import audit_modules as kinds
+from overlay.checkpoint.audit_config import QuantConfig, Scheme
+from overlay.checkpoint.audit_modules import Module, Shape
+from overlay.checkpoint.audit_names import (
+    Conflict,
+    Family,
+    Runtime,
+    built,
+    excluded_by,
+    exclusions,
+    meant_to_be_excluded,
+)
+from overlay.checkpoint.findings import Finding, counted, error, info, layers_text, some, warning
+
+# Formats whose packed weights have no place in a module that vLLM builds unquantised. FP8 is left out: the loader of
+# this model family converts some FP8 attention weights by itself.
+PACKED = {"nvfp4", "mxfp4", "int4", "packed"}
+# Module classes of other families may be built unquantised whatever the list says (vision towers mostly are).
+UNSURE = {kinds.VISION, kinds.ATTENTION, kinds.LINEAR_ATTENTION}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A module as vLLM builds it, with its scheme (None: unquantised)."""
+
+    runtime: Runtime
+    scheme: Scheme | None
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """One module's fault. Equal faults of several layers become one finding."""
+
+    check: str
+    severity: str
+    subject: str
+    what: str
+    consequence: str
+    cure: str
+    layer: int | None
+
+
+def plan(config: QuantConfig | None, runtime: Iterable[Runtime], model: Family) -> tuple[list[Planned], list[Finding]]:
+    """Scheme of every module, and findings where that and the tensors, or the configuration and itself, disagree."""
+    entries = exclusions(config, model) if config else ()
+    planned, faults = [], []
+    for module in runtime:
+        try:
+            scheme = built(config, module, model, entries) if config else None
+        except Conflict as conflict:
+            faults.append(_conflict(module, conflict))
+            continue
+        planned.append(Planned(module, scheme))
+        faults += _storage_faults(config, module, scheme, model, entries)
+    return planned, _merged(faults)
+
+
+def _storage_faults(
+    config: QuantConfig | None, module: Runtime, scheme: Scheme | None, model: Family, entries: Sequence[str]
+) -> Iterator[_Fault]:
+    stored = Counter(member.format for member in module.members)
+    if len(stored) > 1:
+        yield _siblings(module, stored)
+        return
+    (form,) = stored
+    wanted = scheme.weights if scheme else "plain"
+    if form == wanted or (form not in PACKED and wanted == "plain" and module.kind in model.plain):
+        return
+    if config is None:
+        yield _fault(
+            module,
+            "no_quantisation_config",
+            f"stored as {form.upper()}, and neither config.json nor hf_quant_config.json describes a quantisation",
+            "vLLM takes the checkpoint for unquantised and stops at the first packed weight",
+            "get the quantisation configuration of this export",
+        )
+    elif wanted == "plain" and module.kind in model.plain:
+        yield _fault(
+            module,
+            "stored_quantised_built_plain",
+            f"stored as {form.upper()}; vLLM builds it unquantised in this architecture, whatever the list says",
+            "loading stops: its scales have no parameter to go to",
+            "no patch helps: export this part unquantised",
+        )
+    elif wanted == "plain":
+        yield _fault(module, "excluded_but_quantised", *_why_excluded(config, module, model, entries, form))
+    elif form == "plain":
+        unsure = module.kind in UNSURE
+        yield _fault(module, "unquantised_but_not_excluded", *_why_included(config, module, wanted), unsure)
+    else:
+        yield _fault(
+            module,
+            "format_mismatch",
+            f"stored as {form.upper()}, {config.file} says {wanted.upper()}",
+            "loading stops at a shape or dtype, or the bytes are read as the wrong format",
+            f"correct {config.file}: what is stored decides",
+        )
+
+
+def _fault(module: Runtime, check: str, what: str, consequence: str, cure: str, unsure: bool = False) -> _Fault:
+    if module.mtp:
+        consequence += " (as soon as MTP is switched on by --speculative-config)"
+    severity = "warning" if unsure else "error"
+    return _Fault(check, severity, _subject(module), what, consequence, cure, module.layer)
+
+
+def _conflict(module: Runtime, conflict: Conflict) -> _Fault:
+    return _fault(
+        module,
+        "fused_siblings",
+        f"{conflict} ({', '.join(member.name.rpartition('.')[2] for member in module.members)})",
+        "vLLM raises ValueError: all shards of a fused layer must have the same precision",
+        "list all parts of the fused module, or none",
+    )
+
+
+def _siblings(module: Runtime, stored: Mapping[str, int]) -> _Fault:
+    """Modules that vLLM fuses into one and the checkpoint stores in different formats."""
+    if module.kind == kinds.ROUTED:
+        rare = min(stored, key=lambda form: stored[form])
+        odd = [member for member in module.members if member.format == rare]
+        experts = {member.expert for member in odd if member.expert is not None}
+        where = counted("expert", experts) if experts else ", ".join(sorted(_last(member) for member in odd))
+        what = f"{where} stored as {rare}, the others as {', '.join(sorted(set(stored) - {rare}))}"
+    else:
+        what = ", ".join(f"{_last(member)} is {member.format}" for member in module.members)
+    return _fault(
+        module,
+        "fused_siblings",
+        f"{what}: one fused module for vLLM",
+        "loading stops at a shape, or some parts are never loaded",
+        "no patch helps: export all parts in the same format",
+    )
+
+
+def _why_excluded(
+    config: QuantConfig, module: Runtime, model: Family, entries: Sequence[str], form: str
+) -> tuple[str, str, str]:
+    consequence = "vLLM builds it unquantised and loading stops: the packed weights do not fit"
+    if config.layers and not (config.method == "modelopt" and excluded_by(module.name, entries, model.packed)):
+        listed = next((config.layers[member.name] for member in module.members if member.name in config.layers), None)
+        said = f"lists it as {listed}, which vLLM does not know" if listed else "does not list it in quantized_layers"
+        return f"stored as {form.upper()}; {config.file} {said}", consequence, "add it to quantized_layers"
+    entry = excluded_by(module.name, entries, model.packed) if config.method == "modelopt" else None
+    if entry and not any(meant_to_be_excluded(member, config) for member in module.members):
+        what = (
+            f"stored as {form.upper()}; the exclusion entry {entry!r} is meant for another module, but vLLM finds it "
+        )
+        cure = f"write the entry so that it fits its own module only, or export {_last(module.members[0])} unquantised"
+        return f"{what}inside the name {module.name}", consequence, cure
+    what = (
+        f"stored as {form.upper()}; the exclusion list names it"
+        if entry
+        else f"stored as {form.upper()}; no group targets it"
+    )
+    return (
+        what,
+        consequence,
+        f"take it off the list in {config.file}" if entry else f"correct the targets in {config.file}",
+    )
+
+
+def _why_included(config: QuantConfig, module: Runtime, wanted: str) -> tuple[str, str, str]:
+    if wanted == "nvfp4":
+        consequence = "vLLM builds it as NVFP4; loading stops at a shape, or its scales are never loaded"
+    else:
+        consequence = f"vLLM builds it as {wanted.upper()} and loading stops or its scales are never loaded"
+    if all(meant_to_be_excluded(member, config) for member in module.members):
+        names = ", ".join(sorted({_last(member) for member in module.members}))
+        what = f"stored unquantised; the exclusion list covers {names}, but not vLLM's name: {_starred(module.name)}"
+    else:
+        what = "stored unquantised, and nothing on the exclusion list covers it"
+    return what, consequence, f"add {_starred(module.name)!r} to the exclusion list in {config.file}"
+
+
+def idle_entries(config: QuantConfig | None, modules: Sequence[Module], runtime: Sequence[Runtime]) -> list[Finding]:
+    """Entries of the exclusion list that fit nothing in the checkpoint: a spelling that was meant for something."""
+    if config is None or not modules:
+        return []
+    names = {module.name for module in modules} | {module.name for module in runtime}
+    text = "\n".join(sorted(names))
+    idle = [entry for entry in config.exclude if not _fits_any(entry, names, text)]
+    if not idle:
+        return []
+    return [
+        info(
+            "idle_exclusions",
+            f"{len(idle)} entries of the exclusion list fit no module here: {some(idle)}",
+            "none, unless such an entry was meant for a module that is stored unquantised",
+            "compare with the findings on unquantised modules",
+        )
+    ]
+
+
+def _fits_any(entry: str, names: Iterable[str], text: str) -> bool:
+    if entry.startswith("re:"):
+        try:
+            return any(re.match(entry[3:], name) for name in names)
+        except re.error:
+            return False
+    # `x.*` is meant for everything below x; the stars inside stand for one or more components.
+    pattern = ".*".join(re.escape(part) for part in entry.removesuffix("*").removesuffix(".").split("*"))
+    return re.search(pattern, text) is not None
+
+
+def incomplete(modules: Sequence[Module], extent: Shape) -> list[Finding]:
+    """Layers, experts and the draft layer that config.json announces and the checkpoint lacks, and the reverse."""
+    found = []
+    layers = {
+        module.layer
+        for module in modules
+        if module.layer is not None and not module.mtp and module.kind != kinds.VISION
+    }
+    missing = set(range(extent.layers or 0)) - layers
+    if modules and missing:
+        found.append(
+            error(
+                "missing_layers",
+                f"{counted('layer', missing)} of {extent.layers} not in the checkpoint",
+                "vLLM checks that of unquantised models only: these layers compute with uninitialised memory",
+                "download the missing shards",
+            )
+        )
+    found += _missing_experts(modules, extent)
+    draft = {module.layer for module in modules if module.mtp}
+    if extent.mtp_layers and modules and not draft:
+        found.append(
+            warning(
+                "mtp_missing",
+                f"config.json announces {extent.mtp_layers} MTP layer(s); the checkpoint has no tensor of one",
+                "speculative decoding with the method mtp fails or drafts garbage; without it nothing is wrong",
+                "serve without --speculative-config, or get the export that has them",
+            )
+        )
+    if draft and not extent.mtp_layers:
+        found.append(
+            warning(
+                "mtp_not_announced",
+                "the checkpoint has tensors of an MTP layer; num_nextn_predict_layers is 0 or missing",
+                "vLLM takes them for layers of the main model and stops at a name it does not know",
+                "set num_nextn_predict_layers in config.json",
+            )
+        )
+    return found
+
+
+def _missing_experts(modules: Sequence[Module], extent: Shape) -> list[Finding]:
+    present: dict[tuple[int | None, str], set[int]] = {}
+    for module in modules:
+        if module.kind == kinds.ROUTED and module.expert is not None:
+            present.setdefault((module.layer, _last(module)), set()).add(module.expert)
+    groups: dict[tuple[str, str], set[int]] = {}
+    for (layer, projection), experts in present.items():
+        absent = set(range(extent.experts or 0)) - experts
+        if absent and layer is not None:
+            groups.setdefault((projection, counted("expert", absent)), set()).add(layer)
+    return [
+        error(
+            "missing_experts",
+            f"{counted('layer', layers)}: {projection} of {experts} not in the checkpoint",
+            "vLLM checks that of unquantised models only: these experts compute with uninitialised memory",
+            "download the missing shards, or export again",
+        )
+        for (projection, experts), layers in groups.items()
+    ]
+
+
+def _merged(faults: Iterable[_Fault]) -> list[Finding]:
+    """One finding for the same fault in many layers."""
+    groups: dict[tuple, list[int | None]] = {}
+    for fault in faults:
+        key = (
+            fault.check,
+            fault.severity,
+            fault.subject,
+            _starred(fault.what),
+            fault.consequence,
+            _starred(fault.cure),
+        )
+        groups.setdefault(key, []).append(fault.layer)
+    found = []
+    for (check, severity, subject, what, consequence, cure), layers in groups.items():
+        found.append(Finding(check, severity, f"{subject}{layers_text(layers)}: {what}", consequence, cure))
+    return found
+
+
+def _subject(module: Runtime) -> str:
+    last = module.name.rpartition(".")[2]
+    return f"{f'{kinds.MTP}, ' if module.mtp else ''}{module.kind}" + ("" if last == "experts" else f" ({last})")
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"(layers\.)\d+(?=[.'])", r"\1*", name)
+
+
+def _last(module: Module) -> str:
+    return module.name.rpartition(".")[2]
