@@ -20,7 +20,7 @@ def config_groups(config: Mapping) -> list[Mapping]:
     """The groups of a ModelOpt configuration: a table or a list, at the top or below "quantization"."""
     inner = config.get("quantization")
     groups = config.get("config_groups") or (inner.get("config_groups") if isinstance(inner, Mapping) else None) or []
-    members = groups.values() if isinstance(groups, Mapping) else groups
+    members = groups.values() if isinstance(groups, Mapping) else groups if isinstance(groups, list) else []
     return [group for group in members if isinstance(group, Mapping)]
 
 
