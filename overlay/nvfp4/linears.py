@@ -115,7 +115,9 @@ def settle_input_scale(
         route(owner)
         delattr(layer, form.input)
         offer_plain_input(layer, owner.kernel)
-        subject.note("no usable value", form.input, f"routed to W4A16 ({type(owner.kernel).__name__} after {before})")
+        now = type(owner.kernel).__name__
+        cure = f"routed to W4A16 ({now})" if now == before else f"routed to W4A16 ({now} instead of {before})"
+        subject.note("no usable value", form.input, cure)
 
 
 # On the method or scheme of a layer that was made W4A16: it stays so when weights are reloaded.

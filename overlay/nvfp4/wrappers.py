@@ -72,11 +72,11 @@ def materialize(wrapped, _, args, kwargs):
 
 def modelopt_config(wrapped, cls, args, kwargs):
     """Around `ModelOptNvFp4Config._from_config`: a configuration that states weight-only is taken at its word."""
-    groups = promotion.config_groups(kwargs["original_config"])
-    if kwargs["quant_method"] == "NVFP4" and promotion.is_weight_only(groups):
-        findings.LOG.info("the configuration quantises weights alone: NVFP4 layers are W4A16 from the start")
-        kwargs = {**kwargs, "quant_method": "W4A16_NVFP4"}
     config = wrapped(*args, **kwargs)
+    groups = promotion.config_groups(kwargs["original_config"])
+    if config.quant_method == "NVFP4" and promotion.is_weight_only(groups):
+        findings.LOG.info("the configuration quantises weights alone: NVFP4 layers are W4A16 from the start")
+        config = wrapped(*args, **{**kwargs, "quant_method": "W4A16_NVFP4"})
     config.overlay_groups = groups
     return config
 

@@ -1,0 +1,171 @@
+"""The cases: a checkpoint with one fault, the way it is loaded, and the memory it is loaded into."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.nvfp4.checkpoints import FORMATS, Format, expert_of, is_expert
+
+DATA = Path(__file__).parent.parent / "data" / "nvfp4"
+FORMS = json.loads((DATA / "config_forms.json").read_text())
+SCALES = json.loads((DATA / "input_scales.json").read_text())
+POISON = {"zero": 0.0, "nan": math.nan, "huge": 1e30}
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": []}
+NVFP4_GROUP = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+QUANTIZATION = {
+    "modelopt": MODELOPT,
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": NVFP4_GROUP,
+                "input_activations": {**NVFP4_GROUP, "dynamic": "local"},
+            }
+        },
+        "ignore": ["lm_head", "re:.*mlp\\.gate$"],
+    },
+    "quark": {
+        **json.loads((DATA / "public_configs" / "quark-nvfp4-fixture.json").read_text())["config"][
+            "quantization_config"
+        ],
+        "export": {"kv_cache_group": [], "pack_method": "reorder"},
+        "exclude": ["lm_head", "re:.*mlp.gate$"],
+    },
+}
+# What is left unquantised by the two formats whose loaders expect it so, by parts of checkpoint names.
+UNQUANTISED = {"modelopt": (), "compressed-tensors": ("lm_head", "mlp.gate"), "quark": ("lm_head", "mlp.gate")}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One load. `edit(form)` gives the checkpoint's fault, `options` the patch's options, `changes` the engine's."""
+
+    edit: Callable[[Format], Callable[[str, dict], None]]
+    form: str = "modelopt"
+    quantization: Mapping[str, Any] | None = None
+    own_file: bool = False
+    poison: float = 0.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def complete(form: Format):
+    return lambda name, own: None
+
+
+def without_input_scales(form: Format):
+    return lambda name, own: own.pop(form.input)
+
+
+def without_experts_input_scales(form: Format):
+    return lambda name, own: own.pop(form.input) if is_expert(name) else None
+
+
+def dead_expert(form: Format):
+    return lambda name, own: own.pop(form.input) if is_expert(name) and expert_of(name) == 2 else None
+
+
+def zero_input_scales(form: Format):
+    return lambda name, own: own.update({form.input: torch.zeros(())})
+
+
+def experts_input_scales(factors: list[float | str]):
+    """The experts' input scales, as factors; those of linear layers stay."""
+
+    def edit(form: Format):
+        def change(name: str, own: dict) -> None:
+            if is_expert(name):
+                factor = torch.tensor(float(factors[expert_of(name)]))
+                own[form.input] = 1 / factor if form.reciprocal else factor
+
+        return change
+
+    return edit
+
+
+def without(suffix: str, *parts: str):
+    """Leave out one tensor (`blocks`, `globals`, `input`) of the projections whose names contain all of `parts`."""
+    return lambda form: (
+        lambda name, own: own.pop(getattr(form, suffix), None) if all(part in name for part in parts) else None
+    )
+
+
+def scaled(suffix: str, factor: float, *parts: str):
+    """Multiply one stored scale of the projections whose names contain all of `parts`."""
+
+    def edit(form: Format):
+        def change(name: str, own: dict) -> None:
+            if all(part in name for part in parts):
+                key = getattr(form, suffix)
+                own[key] = own[key] / factor if form.reciprocal else own[key] * factor
+
+        return change
+
+    return edit
+
+
+EDITS = {
+    "none": without_input_scales,
+    "attention only": without_experts_input_scales,
+    "all": complete,
+    "all but expert 2": dead_expert,
+    "all, every value 0.0": zero_input_scales,
+}
+MIXED = {
+    "quant_method": "modelopt",
+    "quant_algo": "MIXED_PRECISION",
+    "ignore": ["lm_head", "*self_attn*", "*mlp.gate"],
+    "quantized_layers": {f"model.layers.{i}.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(2)},
+}
+
+
+def scenarios() -> dict[str, Scenario]:
+    """Every load by name; `form/poison` for those that are repeated for each kind of unwritten memory."""
+    found: dict[str, Scenario] = {}
+    for case in FORMS:
+        for poison, value in POISON.items():
+            found[f"{case['id']}/{poison}"] = Scenario(
+                EDITS[case["input_scales"]],
+                quantization=case["quantization"],
+                own_file=case["file"] == "hf_quant_config.json",
+                poison=value,
+            )
+    for case in SCALES:
+        for backend in ("flashinfer_cutlass", "cutlass"):
+            found[f"{case['id']}/{backend}"] = Scenario(
+                experts_input_scales(case["input_scale"]), changes={"moe_backend": backend}
+            )
+        found[f"{case['id']}/auto"] = Scenario(experts_input_scales(case["input_scale"]))
+    for form in FORMATS:
+        for poison, value in POISON.items():
+            found[f"{form}/complete/{poison}"] = Scenario(complete, form, poison=value)
+            found[f"{form}/none/{poison}"] = Scenario(without_input_scales, form, poison=value)
+            found[f"{form}/dead/{poison}"] = Scenario(dead_expert, form, poison=value)
+        found[f"{form}/garbage"] = Scenario(experts_input_scales([0.01, 0.03, "nan", 1e30]), form)
+        found[f"{form}/expert global"] = Scenario(without("globals", "experts.1.down"), form, poison=1e30)
+        found[f"{form}/linear global"] = Scenario(without("globals", "layers.1.self_attn.o_proj"), form, poison=1e30)
+        found[f"{form}/expert blocks"] = Scenario(without("blocks", "experts.3.up"), form, poison=1e30)
+        found[f"{form}/linear blocks"] = Scenario(without("blocks", "layers.0.self_attn.k_proj"), form, poison=1e30)
+        found[f"{form}/mismatch"] = Scenario(scaled("globals", 4.0, "experts.1.up"), form)
+        found[f"{form}/slight mismatch"] = Scenario(scaled("globals", 1.05, "experts.1.up"), form)
+        found[f"{form}/linear mismatch"] = Scenario(scaled("globals", 4.0, "self_attn.k_proj"), form)
+        found[f"{form}/one shard"] = Scenario(without("input", "layers.0.self_attn.v_proj"), form, poison=1e30)
+        found[f"{form}/gate alone"] = Scenario(without("input", "experts.", "up_proj"), form, poison=1e30)
+        found[f"{form}/refuse"] = Scenario(without_experts_input_scales, form, options={"all_missing": "refuse"})
+        found[f"{form}/number"] = Scenario(without_experts_input_scales, form, options={"all_missing": 0.002})
+        found[f"{form}/no repair"] = Scenario(dead_expert, form, options={"some_bad": "refuse"})
+        found[f"{form}/dummy"] = Scenario(complete, form, changes={"load_format": "dummy"})
+    for backend in ("flashinfer_cutlass", "cutlass", "emulation", "marlin"):
+        found[f"flag/{backend}"] = Scenario(without_experts_input_scales, changes={"moe_backend": backend})
+    found["mixed/none"] = Scenario(without_input_scales, quantization=MIXED)
+    found["mixed/complete"] = Scenario(complete, quantization=MIXED)
+    return found
