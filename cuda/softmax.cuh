@@ -52,10 +52,9 @@ __device__ __forceinline__ void publish_scores(Shared<S>& sm, const Scores<S>& s
   }
 }
 
-// One fragment summed over the slices, always in the same order, scaled and masked.
+// One fragment summed over the slices, always in the same order.
 template <class S>
-__device__ __forceinline__ void sum_scores(float (&s)[4], const Shared<S>& sm, int buffer, int r, int n, const float (&scale)[2],
-                                           u32 live) {
+__device__ __forceinline__ void sum_scores(float (&s)[4], const Shared<S>& sm, int buffer, int r, int n) {
   const int lane = threadIdx.x % 32;
   float4 sum = sm.partial[buffer][0][r][n][lane];
 #pragma unroll
@@ -66,24 +65,61 @@ __device__ __forceinline__ void sum_scores(float (&s)[4], const Shared<S>& sm, i
     sum.z += part.z;
     sum.w += part.w;
   }
-  const u32 rows = live >> (16 * r + lane / 4);
-  s[0] = rows & 1 ? sum.x * scale[0] : kLowest;
-  s[1] = rows & 1 ? sum.y * scale[1] : kLowest;
-  s[2] = rows & 256 ? sum.z * scale[0] : kLowest;
-  s[3] = rows & 256 ? sum.w * scale[1] : kLowest;
+  s[0] = sum.x;
+  s[1] = sum.y;
+  s[2] = sum.z;
+  s[3] = sum.w;
+}
+
+// Whether the two rows of this lane's fragment r are live.
+struct LiveRows {
+  bool upper, lower;
+  __device__ __forceinline__ LiveRows(u32 live, int r) {
+    const u32 rows = live >> (16 * r + threadIdx.x % 32 / 4);
+    upper = rows & 1;
+    lower = rows & 256;
+  }
+  __device__ __forceinline__ bool operator[](int i) const { return i < 2 ? upper : lower; }
+};
+
+// Distance of a score above the running maximum, scaled in the same rounding: near the maximum the difference stays exact even
+// where the scores are tens of thousands.
+template <int HeadTiles>
+__device__ __forceinline__ float above(const Running<HeadTiles>& running, const float (&scale)[HeadTiles][2], int n, int i, float s) {
+  return fmaf(s, scale[n][i % 2], -running.maximum[n][i % 2]);
+}
+
+template <int HeadTiles, int RowTiles>
+__device__ __forceinline__ bool outgrown(const Running<HeadTiles>& running, const float (&scale)[HeadTiles][2],
+                                         const float (&s)[RowTiles][HeadTiles][4], u32 live) {
+  bool grown = false;
+#pragma unroll
+  for (int r = 0; r < RowTiles; ++r) {
+    const LiveRows rows(live, r);
+#pragma unroll
+    for (int n = 0; n < HeadTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) grown |= rows[i] && above(running, scale, n, i, s[r][n][i]) > kSlack;
+    }
+  }
+  return __any_sync(kFullWarp, grown);
 }
 
 // Raises the maxima to those of this tile and returns the factors for what has been summed so far.
 template <int HeadTiles, int RowTiles>
-__device__ __forceinline__ void raise_maxima(Running<HeadTiles>& running, const float (&s)[RowTiles][HeadTiles][4],
-                                             float (&factor)[HeadTiles][2]) {
+__device__ __forceinline__ void raise_maxima(Running<HeadTiles>& running, const float (&scale)[HeadTiles][2],
+                                             const float (&s)[RowTiles][HeadTiles][4], u32 live, float (&factor)[HeadTiles][2]) {
 #pragma unroll
   for (int n = 0; n < HeadTiles; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float highest = running.maximum[n][i];
 #pragma unroll
-      for (int r = 0; r < RowTiles; ++r) highest = fmaxf(highest, fmaxf(s[r][n][i], s[r][n][i + 2]));
+      for (int r = 0; r < RowTiles; ++r) {
+        const LiveRows rows(live, r);
+        if (rows.upper) highest = fmaxf(highest, s[r][n][i] * scale[n][i]);
+        if (rows.lower) highest = fmaxf(highest, s[r][n][i + 2] * scale[n][i]);
+      }
 #pragma unroll
       for (int lanes = 4; lanes < 32; lanes *= 2) highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, lanes));
       factor[n][i] = exp2_approx(running.maximum[n][i] - highest);
@@ -93,33 +129,20 @@ __device__ __forceinline__ void raise_maxima(Running<HeadTiles>& running, const 
   }
 }
 
-template <int HeadTiles, int RowTiles>
-__device__ __forceinline__ bool outgrown(const Running<HeadTiles>& running, const float (&s)[RowTiles][HeadTiles][4]) {
-  bool grown = false;
-#pragma unroll
-  for (int r = 0; r < RowTiles; ++r) {
-#pragma unroll
-    for (int n = 0; n < HeadTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) grown |= s[r][n][i] > running.maximum[n][i % 2] + kSlack;
-    }
-  }
-  return __any_sync(kFullWarp, grown);
-}
-
 // Weights of one fragment, added to the running sums and turned into the B operand of the second product.
 template <class S, int HeadTiles>
-__device__ __forceinline__ uint2 weigh(const float (&s)[4], Running<HeadTiles>& running, int n, int r, u32 live) {
-  const u32 rows = live >> (16 * r + threadIdx.x % 32 / 4);
-  const float w0 = rows & 1 ? exp2_approx(s[0] - running.maximum[n][0]) : 0.0f;
-  const float w1 = rows & 1 ? exp2_approx(s[1] - running.maximum[n][1]) : 0.0f;
-  const float w2 = rows & 256 ? exp2_approx(s[2] - running.maximum[n][0]) : 0.0f;
-  const float w3 = rows & 256 ? exp2_approx(s[3] - running.maximum[n][1]) : 0.0f;
-  running.sum[n][0] += w0 + w2;
-  running.sum[n][1] += w1 + w3;
-  const u32 lower = S::kFp8 ? pack_f16(w0, w1) : pack_bf16(w0, w1);
-  const u32 upper = S::kFp8 ? pack_f16(w2, w3) : pack_bf16(w2, w3);
-  return make_uint2(transpose_matrix(lower), transpose_matrix(upper));
+__device__ __forceinline__ uint2 weigh(const float (&s)[4], Running<HeadTiles>& running, const float (&scale)[HeadTiles][2], int n,
+                                       int r, u32 live) {
+  const LiveRows rows(live, r);
+  float w[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    w[i] = rows[i] ? exp2_approx(above(running, scale, n, i, s[i])) : 0.0f;
+    running.sum[n][i % 2] += w[i];
+  }
+  const u32 upper = S::kFp8 ? pack_f16(w[0], w[1]) : pack_bf16(w[0], w[1]);
+  const u32 lower = S::kFp8 ? pack_f16(w[2], w[3]) : pack_bf16(w[2], w[3]);
+  return make_uint2(transpose_matrix(upper), transpose_matrix(lower));
 }
 
 template <class S>
@@ -141,11 +164,11 @@ __device__ __forceinline__ void weigh_all(const Shared<S>& sm, int buffer, const
 #pragma unroll
   for (int r = 0; r < S::kRowTiles; ++r) {
 #pragma unroll
-    for (int n = 0; n < S::kHeadTiles; ++n) sum_scores(s[r][n], sm, buffer, r, n, scale[n], live);
+    for (int n = 0; n < S::kHeadTiles; ++n) sum_scores(s[r][n], sm, buffer, r, n);
   }
-  if (outgrown(running, s)) {
+  if (outgrown(running, scale, s, live)) {
     float factor[S::kHeadTiles][2];
-    raise_maxima(running, s, factor);
+    raise_maxima(running, scale, s, live, factor);
 #pragma unroll
     for (int n = 0; n < S::kHeadTiles; ++n) rescale_output<S>(o, n, factor[n][0], factor[n][1]);
   }
@@ -153,7 +176,7 @@ __device__ __forceinline__ void weigh_all(const Shared<S>& sm, int buffer, const
   for (int r = 0; r < S::kRowTiles; ++r) {
 #pragma unroll
     for (int n = 0; n < S::kHeadTiles; ++n) {
-      const uint2 pair = weigh<S>(s[r][n], running, n, r, live);
+      const uint2 pair = weigh<S>(s[r][n], running, scale, n, r, live);
       p[r][n][0] = pair.x;
       p[r][n][1] = pair.y;
     }
@@ -162,16 +185,16 @@ __device__ __forceinline__ void weigh_all(const Shared<S>& sm, int buffer, const
 
 // The warp of slice i finishes head tile i of its group and leaves weights and decision in shared memory.
 template <class S>
-__device__ __forceinline__ void weigh_own(Shared<S>& sm, int slice, int group, const float (&scale)[2], u32 live,
+__device__ __forceinline__ void weigh_own(Shared<S>& sm, int slice, int group, const float (&scale)[1][2], u32 live,
                                           Running<1>& running) {
   const int lane = threadIdx.x % 32;
   float s[S::kRowTiles][1][4];
 #pragma unroll
-  for (int r = 0; r < S::kRowTiles; ++r) sum_scores(s[r][0], sm, group, r, slice, scale, live);
-  const bool grown = outgrown(running, s);
+  for (int r = 0; r < S::kRowTiles; ++r) sum_scores(s[r][0], sm, group, r, slice);
+  const bool grown = outgrown(running, scale, s, live);
   if (grown) {
     float factor[1][2];
-    raise_maxima(running, s, factor);
+    raise_maxima(running, scale, s, live, factor);
     if (lane < 4) {
       float* rescale = &sm.rescale[group * S::kGroupHeads + 8 * slice + 2 * lane];
       rescale[0] = factor[0][0];
@@ -180,7 +203,7 @@ __device__ __forceinline__ void weigh_own(Shared<S>& sm, int slice, int group, c
   }
   if (lane == 0) sm.grown[group][slice] = grown;
 #pragma unroll
-  for (int r = 0; r < S::kRowTiles; ++r) sm.weights[group][r][slice][lane] = weigh<S>(s[r][0], running, 0, r, live);
+  for (int r = 0; r < S::kRowTiles; ++r) sm.weights[group][r][slice][lane] = weigh<S>(s[r][0], running, scale, 0, r, live);
 }
 
 // What the owners left, after a barrier.

@@ -148,7 +148,7 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
     } else {
       publish_scores<S>(sm, s, group, slice);
       named_barrier<32 * kSlices>(1 + group);
-      weigh_own<S>(sm, slice, group, scale[0], live, running);
+      weigh_own<S>(sm, slice, group, scale, live, running);
       if constexpr (!kPrivate) wait_copies<S::kSlots - 3>();
       __syncthreads();
       collect_weights<S>(sm, group, o, p);

@@ -1,0 +1,58 @@
+"""Small calls of every variant: `compute-sanitizer --tool memcheck python -m tests.gpu.sanitize`.
+
+The rows begin at the start of their allocation and end at its end, so a read for a masked index, or one row too far,
+is an error that memcheck sees.
+"""
+
+import os
+
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # every tensor is an allocation of its own
+
+import torch
+
+from overlay.kernel.launch import IndexRows, SparseMLA
+
+
+def attention(device: torch.device, heads: int, kv_dtype: str, tokens: int, columns: int, splits: int) -> None:
+    kernel = SparseMLA.load(device, heads, kv_dtype)
+    rows = 37
+    kv_rows = torch.ones(rows, 512, dtype=torch.bfloat16, device=device)
+    kv_rows = kv_rows if kv_dtype == "bf16" else kv_rows.to(torch.float8_e4m3fn)
+    q = torch.ones(tokens, heads, 512, dtype=torch.bfloat16, device=device)
+    indices = (torch.arange(tokens * columns, device=device).view(tokens, columns) % (rows + 3) - 1).to(torch.int32)
+    indices[-1, columns // 3 :] = -1
+    out = torch.empty_like(q)
+    lse = torch.empty(tokens, heads, device=device)
+    size = tokens * splits * -(-heads // kernel.variant.heads) * kernel.variant.heads * 514 * 4
+    workspace = torch.empty(size, dtype=torch.uint8, device=device)
+    kernel(q, kv_rows, indices, 0.1, out, workspace, lse=lse, splits=splits)
+    torch.cuda.synchronize()
+    assert (out == 1).all(), (heads, kv_dtype, tokens, columns, splits)
+
+
+def index_rows(device: torch.device) -> None:
+    kernel = IndexRows.load(device)
+    topk = torch.arange(-3, 97, device=device, dtype=torch.int32).repeat(4, 1)
+    requests = torch.tensor([0, 1, 7, -1], dtype=torch.int32, device=device)
+    lengths = torch.tensor([90, 11], dtype=torch.int32, device=device)
+    table = torch.tensor([[3, 1, -1], [0, 2, 4]], dtype=torch.int32, device=device)
+    out = torch.empty_like(topk)
+    kernel(topk, requests, lengths, table, 17, 40, out)
+    torch.cuda.synchronize()
+    assert (out[2:] == -1).all()
+
+
+def main() -> None:
+    device = torch.device("cuda", 0)
+    for kv_dtype in ("bf16", "fp8"):
+        for heads in (8, 16, 32, 64):
+            attention(device, heads, kv_dtype, tokens=2, columns=150, splits=1)
+            attention(device, heads, kv_dtype, tokens=1, columns=150, splits=2)
+    attention(device, 12, "bf16", tokens=1, columns=33, splits=1)
+    attention(device, 72, "fp8", tokens=1, columns=33, splits=2)
+    index_rows(device)
+    print("sanitize: done")
+
+
+if __name__ == "__main__":
+    main()
