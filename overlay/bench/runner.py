@@ -1,0 +1,116 @@
+"""One run: every case checked, then timed, beside the limits and the peers."""
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+
+import torch
+
+from overlay.bench import ceilings, timing
+from overlay.bench.bars import Row
+from overlay.bench.cases import Case, Inputs, inputs, pool
+from overlay.bench.occupancy import as_on_sm120
+from overlay.bench.peers import Unavailable, peers
+from overlay.errors import OverlayError
+from overlay.kernel.launch import SparseMLA
+from overlay.kernel.reference import sparse_mla_reference
+
+CHECKED_TOKENS = 4
+WORST_ERROR = 3e-3  # relative Frobenius norm against fp64
+COLD_TOKENS = 128  # a larger call brings its own rows in: its time does not depend on what the L2 held
+
+
+class WrongResult(OverlayError):
+    """The kernel's answer is wrong: there is nothing to time."""
+
+
+def measure(cases: Iterable[Case], with_peers: bool = True) -> Iterator[Row]:
+    """Rows of the table: ours for every case, a peer's for uniform full-width ones, and why where it has none."""
+    cases = list(cases)
+    peak = ceilings.multiply_tflops()
+    pools = {dtype: pool(dtype, torch.device("cuda")) for dtype in {case.kv_dtype for case in cases}}
+    started = time.monotonic()
+    for number, case in enumerate(cases, 1):
+        _progress(f"{number}/{len(cases)} {_name(case)} ({time.monotonic() - started:.0f} s)")
+        calls = [inputs(case, pools[case.kv_dtype], seed) for seed in range(4 if case.tokens <= 128 else 2)]
+        yield {"kernel": "ours", **asdict(case), **_ours(case, calls, peak)}
+        if with_peers and case.pattern == "uniform" and case.columns == case.valid:
+            yield from _peer_rows(case, calls)
+    _progress("")
+
+
+def _ours(case: Case, calls: list[Inputs], peak: float) -> dict[str, object]:
+    kernel = SparseMLA.load(torch.device("cuda"), case.heads, case.kv_dtype)
+    workspace = torch.empty(kernel.workspace_bytes(case.tokens, case.columns), dtype=torch.uint8, device="cuda")
+
+    def attend(call: Inputs) -> None:
+        kernel(call.q, call.kv, call.indices, call.scale, call.out, workspace)
+
+    with as_on_sm120(kernel) as blocks:
+        error = _check(case, calls[0], attend)
+        timed = [lambda call=call: attend(call) for call in calls]
+        us = timing.warm(timed)
+        cold = timing.cold(timed) if case.tokens <= COLD_TOKENS else None
+    gather = ceilings.gather_us(case, calls)
+    multiply = case.flop / peak / 1e6
+    return {
+        "us": us,
+        "cold_us": cold,
+        "gather_us": gather,
+        "multiply_us": multiply,
+        "percent_of_limit": 100 * max(gather, multiply) / us,
+        "tflops": case.flop / us / 1e6,
+        "gbps": case.gathered_bytes / us / 1e3,
+        "error": error,
+        "blocks_per_sm": blocks,
+    }
+
+
+def _check(case: Case, call: Inputs, attend) -> float:
+    """Relative error of the first tokens against fp64; raises before anything wrong is timed."""
+    call.out.fill_(float("nan"))
+    attend(call)
+    few = slice(0, CHECKED_TOKENS)
+    expected, _ = sparse_mla_reference(call.q[few], call.kv, call.indices[few], call.scale)
+    error = ((call.out[few].double() - expected).norm() / expected.norm()).item()
+    if not error <= WORST_ERROR or call.out.isnan().any():
+        raise WrongResult(f"{_name(case)}: relative error {error:.2e} against fp64 (at most {WORST_ERROR:.0e})")
+    return error
+
+
+def _peer_rows(case: Case, calls: list[Inputs]) -> Iterator[Row]:
+    for peer in peers():
+        row = {"kernel": peer.name, **asdict(case), "us": None, "reason": None}
+        try:
+            timed = peer.prepare(case, calls)
+            row["us"] = timing.warm(timed)
+            row["error"] = _difference(case, calls[0], timed[0])
+        except Unavailable as reason:
+            row["reason"] = str(reason)
+        except Exception as error:  # a peer's own failure is a finding, and must not end the run
+            row["reason"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if row["us"] is None:
+            _progress(f"{peer.name}: {row['reason']}\n")
+        yield row
+
+
+def _difference(case: Case, call: Inputs, attend) -> float:
+    """A peer's own relative error: a fast wrong answer is no comparison."""
+    call.out.fill_(float("nan"))
+    attend()
+    few = slice(0, CHECKED_TOKENS)
+    expected, _ = sparse_mla_reference(call.q[few], call.kv, call.indices[few], call.scale)
+    return ((call.out[few].double() - expected).norm() / expected.norm()).item()
+
+
+def _name(case: Case) -> str:
+    return f"H={case.heads} T={case.tokens} K={case.columns}/{case.valid} {case.kv_dtype} {case.pattern}"
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{text}")
+    elif text:
+        sys.stderr.write(text.rstrip("\n") + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,63 @@
+"""Time of a call on the device: CUDA graphs, rotated inputs, medians."""
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+CALLS = 20  # in one graph, as many as a decode step of a model has layers: launch gaps are those of a real step
+FLUSH_BYTES = 256 * 2**20  # larger than any L2 of the family
+
+
+def warm(calls: Sequence[Callable[[], None]], repeats: int = 9) -> float:
+    """Microseconds a call, the median over `repeats` replays of a graph that runs `calls` in turn, CALLS in all.
+
+    A long call is repeated less often within the graph: one replay is enough to time it.
+    """
+    graph, count = _capture(calls, _calls_for(calls[0]))
+    return statistics.median(_replay(graph) / count for _ in range(repeats))
+
+
+def cold(calls: Sequence[Callable[[], None]], repeats: int = 9) -> float:
+    """Microseconds of one call after the L2 was filled with other data, the median over `repeats` replays."""
+    graph, _ = _capture(calls[:1], 1)
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    times = []
+    for repeat in range(repeats):
+        flush.fill_(repeat)
+        times.append(_replay(graph))
+    return statistics.median(times)
+
+
+def _calls_for(call: Callable[[], None]) -> int:
+    call()
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return CALLS if start.elapsed_time(end) < 0.5 else 2
+
+
+def _capture(calls: Sequence[Callable[[], None]], count: int) -> tuple[torch.cuda.CUDAGraph, int]:
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            calls[i % len(calls)]()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph, count
+
+
+def _replay(graph: torch.cuda.CUDAGraph) -> float:
+    """Microseconds of one replay."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000

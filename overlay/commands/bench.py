@@ -1,0 +1,47 @@
+"""The kernel measured against the limits of this GPU and against its peers."""
+
+import argparse
+import json
+from pathlib import Path
+
+from overlay.errors import OverlayError
+
+HELP = "measure the kernel against this GPU's limits and its peers (needs a GPU)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time and percent of the limit (png, svg, pdf)")
+    parser.add_argument("--check", action="store_true", help="exit 1 where a bar is missed, naming each")
+    parser.add_argument("--heads", type=_numbers, metavar="LIST", help="head counts, comma separated (8,16,32,64)")
+    parser.add_argument("--tokens", type=_numbers, metavar="LIST", help="token counts (1,8,64,128,1024,4096)")
+    parser.add_argument("--no-peers", action="store_true", help="leave the peers out: they compile for minutes")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where bench-GPU.json goes (docs/measurements)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, and keep the run in docs/measurements; 1 with --check where a bar is missed."""
+    try:
+        import torch
+    except ImportError as error:
+        raise OverlayError(f"torch cannot be imported: {error}") from error
+    if not torch.cuda.is_available():
+        raise OverlayError("bench measures a GPU and there is none; `python -m overlay compile` needs none")
+    from overlay.bench import bars, cases, report, runner
+
+    chosen = cases.grid(options.heads or cases.HEADS, options.tokens or cases.TOKENS)
+    rows = list(runner.measure(chosen, with_peers=not options.no_peers))
+    verdict = bars.bars(rows)
+    document = report.document(rows, verdict)
+    directory = options.out or report.MEASUREMENTS
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / report.file_name(document["gpu"])
+    file.write_text(json.dumps(document, indent=1) + "\n")
+    if options.plot:
+        report.plot(rows, options.plot)
+    print(json.dumps(document) if options.json else f"{document['gpu']}\n{report.text(rows, verdict)}\n\n{file}")
+    return 1 if options.check and not all(bar.met for bar in verdict) else 0
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))

@@ -1,0 +1,106 @@
+"""What the bench does with figures: bars, occupancy, selections and the table. The figures themselves need a GPU."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from overlay.bench import bars, cases, occupancy, report
+from overlay.bench.cases import Case
+from overlay.kernel.variants import VARIANTS
+
+
+def row(kernel: str = "ours", us: float = 10.0, **other: object) -> dict[str, object]:
+    return {
+        "kernel": kernel, "heads": 16, "tokens": 4096, "columns": 2048, "valid": 2048, "kv_dtype": "bf16",
+        "pattern": "uniform", "us": us, "cold_us": None, "gather_us": 8.0, "multiply_us": 4.0, "tflops": 1.0,
+        "gbps": 1.0, "percent_of_limit": 80.0, **other,
+    }  # fmt: skip
+
+
+def found(rows: list[dict[str, object]], name: str) -> bars.Bar:
+    return next(bar for bar in bars.bars(rows) if bar.name.startswith(name))
+
+
+def test_a_bar_that_was_not_measured_is_not_met():
+    verdict = bars.bars([])
+    assert verdict and not any(bar.met for bar in verdict)
+    assert len({bar.name for bar in verdict}) == len(verdict)
+
+
+@pytest.mark.parametrize(("us", "met"), [(10.4, True), (10.5, False)])
+def test_prefill_is_judged_by_the_gather_of_its_own_run(us: float, met: bool):
+    assert found([row(us=us)], "prefill H=16 K=2048/2048").met is met
+
+
+@pytest.mark.parametrize(("us", "met"), [(6.8, True), (6.9, False)])
+def test_64_heads_are_judged_by_the_peak_of_mma(us: float, met: bool):
+    assert found([row(us=us, heads=64)], "prefill H=64 K=2048/2048").met is met
+
+
+@pytest.mark.parametrize(("heads", "tokens", "factor"), [(16, 8, 3.0), (64, 1, 2.5), (32, 64, 2.0), (64, 4096, 1.4)])
+def test_flashinfer_has_to_be_beaten_by_its_factor(heads: int, tokens: int, factor: float):
+    ours, name = row(heads=heads, tokens=tokens), f"FlashInfer FA2 over ours, H={heads} T={tokens}"
+    peer = row("flashinfer_fa2", heads=heads, tokens=tokens)
+    assert found([ours, {**peer, "us": 10 * factor + 0.1}], name).met
+    assert not found([ours, {**peer, "us": 10 * factor - 0.1}], name).met
+    assert found([ours, {**peer, "us": None}], name).value is None
+
+
+def test_fp8_short_rows_and_overlap():
+    fp8 = [row(us=10.0), row(us=7.9, kv_dtype="fp8")]
+    assert found(fp8, "bf16 over fp8, H=16 T=4096").met
+    wide = {"columns": 2176}
+    short = [row(us=10.0, valid=2051, **wide), row(us=2.1, valid=64, **wide)]
+    assert not found(short, "2051 over 64 valid columns, H=16 T=4096").met
+    assert found([row(us=10), row(us=9, pattern="overlap")], "overlapping over random selections, H=16").met
+
+
+def test_a_full_run_measures_what_every_bar_needs():
+    """With one figure for every case of the grid and for FA2, no bar is left unmeasured."""
+    rows = [{**row(), **vars(case)} for case in cases.grid()]
+    rows += [{**r, "kernel": "flashinfer_fa2"} for r in rows]
+    assert all(bar.value is not None for bar in bars.bars(rows))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("available", [100, 164, 228])
+def test_padding_gives_the_occupancy_of_sm120(variant, available: int):
+    blocks = occupancy.blocks_on_sm120(variant.shared_bytes)
+    padded = occupancy.padded(variant.shared_bytes, blocks, available * 1024)
+    assert blocks == variant.blocks
+    assert padded >= variant.shared_bytes
+    assert available * 1024 // (padded + occupancy.RESERVED) == blocks
+
+
+@pytest.mark.parametrize("pattern", ["uniform", "hot", "overlap"])
+def test_selections(pattern: str):
+    case = Case(8, 5, 2176, 2051, "fp8", pattern)
+    made = cases.inputs(case, cases.pool("fp8", torch.device("cpu")), seed=1)
+    rows, tail = made.indices[:, :2051], made.indices[:, 2051:]
+    assert (tail == -1).all() and (rows >= 0).all() and (rows < cases.POOL_ROWS).all()
+    shared = [len(set(a.tolist()) & set(b.tolist())) / 2051 for a, b in itertools.pairwise(rows)]
+    assert all(part > 0.85 for part in shared) if pattern == "overlap" else all(part < 0.5 for part in shared)
+    assert (rows.max() < cases.POOL_ROWS // 16) == (pattern == "hot")
+    assert made.kv.dtype == torch.float8_e4m3fn
+
+
+def test_flop_and_bytes_count_valid_columns_only():
+    case = Case(16, 2, 2176, 64, "bf16")
+    assert case.flop == 2 * 16 * 64 * 512 * 4 and case.gathered_bytes == 2 * 64 * 1024
+
+
+def test_the_table_names_missed_bars_and_unmeasured_peers():
+    rows = [row(us=11.0), row("torch", us=None, reason="too many tokens"), row("flashinfer_fa2", us=33.0)]
+    text = report.text(rows, bars.bars(rows))
+    assert "missed: prefill H=16 K=2048/2048: time over gather: 1.38 (at most 1.3)" in text
+    assert "3.00x" in text and "not measured (at most 1.25)" in text
+    json.dumps([bar.as_json() for bar in bars.bars(rows)])
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [row(tokens=tokens, heads=heads) for tokens in (1, 64) for heads in (8, 16)]
+    report.plot(rows, tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").stat().st_size > 10_000
