@@ -1,0 +1,149 @@
+"""Asks the installed vLLM what its quantisation support does with module names; prints JSON. Run as a module."""
+
+import json
+from itertools import product
+
+NAMES = [
+    "model.layers.0.mlp.gate_up_proj",
+    "model.layers.1.mlp.gate",
+    "model.layers.1.mlp.experts",
+    "model.layers.10.mlp.experts",
+    "model.layers.1.mlp.shared_experts.gate_up_proj",
+    "model.layers.10.mlp.shared_experts.down_proj",
+    "model.layers.10.self_attn.in_proj_qkvbfg_a",
+    "model.layers.45.mlp.experts",
+    "model.layers.45.mlp.shared_experts.down_proj",
+    "language_model.model.layers.0.mlp.gate_up_proj",
+    "language_model.model.layers.1.mlp.experts",
+    "language_model.model.layers.45.mlp.experts",
+    "language_model.model.layers.10.mlp.shared_experts.gate_up_proj",
+    "language_model.lm_head",
+    "lm_head",
+    "visual.blocks.0.mlp.down_proj",
+]
+LISTS = [
+    [],
+    ["lm_head"],
+    ["mlp.gate"],
+    ["model.layers.0.mlp.gate"],
+    ["*.mlp.gate"],
+    ["model.layers.1.*"],
+    ["model.layers.1*"],
+    ["model.layers.1"],
+    ["model.layers.0.mlp.gate_proj"],
+    ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"],
+    ["*.gate_proj", "*.up_proj"],
+    ["*.gate_up_proj"],
+    ["model.layers.1.mlp.experts.0.gate_proj"],
+    ["*mlp.experts*"],
+    ["model.layers.10.mlp.shared_experts*"],
+    ["*.self_attn.q_proj"],
+    ["*self_attn*"],
+    ["model.layers.45*"],
+    ["model.language_model.layers.45*"],
+    ["model.language_model.layers.45.mlp.experts*"],
+    ["model.language_model.layers.0.mlp.gate_proj", "model.language_model.layers.0.mlp.up_proj"],
+    ["model.language_model.layers.1.*"],
+    ["model.visual.*"],
+    ["model.visual*"],
+    ["*layers.45*"],
+]
+PATTERNS = [
+    [],
+    ["lm_head"],
+    ["re:.*mlp\\.(gate|up)_proj$"],
+    ["re:.*mlp\\.gate_proj$"],
+    ["re:.*mlp\\.gate$"],
+    ["re:model\\.language_model\\..*"],
+    ["re:.*gate_up_proj"],
+    ["model.layers.0.mlp.gate_up_proj"],
+]
+MAP = {
+    "model.language_model.layers.1.mlp.experts": "W4A16_NVFP4",
+    "model.language_model.layers.0.mlp.gate_proj": "FP8",
+    "model.language_model.layers.0.mlp.up_proj": "FP8",
+    "model.language_model.layers.10.mlp.shared_experts.gate_proj": "FP8",
+    "model.language_model.layers.10.mlp.shared_experts.up_proj": "NVFP4",
+    "model.language_model.layers.2.moe.up_proj": "NVFP4",
+    "lm_head": "NVFP4",
+}
+MAPPED = [
+    "language_model.model.layers.1.mlp.experts",
+    "language_model.model.layers.0.mlp.gate_up_proj",
+    "language_model.model.layers.10.mlp.shared_experts.gate_up_proj",
+    "language_model.model.layers.2.moe.experts",
+    "language_model.model.layers.9.mlp.experts",
+    "language_model.lm_head",
+    "lm_head",
+]
+
+
+def answer(ask) -> str:
+    try:
+        return str(ask())
+    except ValueError:
+        return "conflict"
+
+
+def modelopt(nested: bool) -> dict[str, str]:
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+    from vllm.model_executor.model_loader.utils import configure_quant_config
+    from vllm.models.glm5next import Glm5NextForCausalLM, Glm5NextForConditionalGeneration
+
+    found = {}
+    for number, name in product(range(len(LISTS)), NAMES):
+        config = ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True, exclude_modules=list(LISTS[number]))
+        configure_quant_config(config, Glm5NextForConditionalGeneration if nested else Glm5NextForCausalLM)
+        found[f"{number} {name}"] = answer(lambda config=config, name=name: config.is_layer_excluded(name))
+    return found
+
+
+def compressed(nested: bool) -> dict[str, str]:
+    from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+    from vllm.models.glm5next import Glm5NextForConditionalGeneration
+
+    packed = Glm5NextForConditionalGeneration.packed_modules_mapping if nested else {}
+    return {
+        f"{number} {name}": answer(lambda number=number, name=name: should_ignore_layer(name, PATTERNS[number], packed))
+        for number, name in product(range(len(PATTERNS)), NAMES)
+    }
+
+
+def mixed() -> dict[str, str]:
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig
+    from vllm.model_executor.model_loader.utils import configure_quant_config
+    from vllm.models.glm5next import Glm5NextForConditionalGeneration
+
+    layers = {name: {"quant_algo": algorithm, "group_size": 16} for name, algorithm in MAP.items()}
+    config = ModelOptMixedPrecisionConfig.from_config(
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "ignore": []}
+    )
+    configure_quant_config(config, Glm5NextForConditionalGeneration)
+    return {name: answer(lambda name=name: config._resolve_quant_algo(name)) for name in MAPPED}
+
+
+def labels(forms: list[dict]) -> dict[str, str]:
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+
+    return {form["id"]: ModelOptNvFp4Config.from_config(form["quantization"]).quant_method for form in forms}
+
+
+if __name__ == "__main__":
+    import logging
+    import sys
+
+    logging.disable(logging.WARNING)
+    with open(sys.argv[1]) as stream:
+        forms = json.load(stream)
+    print(
+        json.dumps(
+            {
+                "modelopt nested": modelopt(True),
+                "modelopt flat": modelopt(False),
+                "compressed nested": compressed(True),
+                "compressed flat": compressed(False),
+                "mixed": mixed(),
+                "labels": labels(forms),
+            }
+        )
+    )

@@ -1,0 +1,159 @@
+"""Quantisation configurations: the public ones, every spelling of weight-only, and two files that disagree."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from overlay.checkpoint import audit_claims
+from overlay.checkpoint.audit_config import SIDE_FILE, in_effect, load_json, read, state
+from overlay.checkpoint.tiny_config import CheckpointError
+from tests.checkpoint import small
+
+DATA = Path(__file__).resolve().parents[1] / "data" / "nvfp4"
+
+
+def public(name: str):
+    """A public checkpoint's configuration, and the findings on it alone."""
+    case = json.loads((DATA / "public_configs" / f"{name}.json").read_text())
+    config = read(case["config"], SIDE_FILE if case["file"].startswith("hf_quant_config") else "config.json")
+    main, side = (None, config) if config.nested else (config, None)
+    return config, {finding.check: finding for finding in audit_claims.findings(main, side)}
+
+
+# What a correct engine does with each: the label, whether activation scales belong to it, the KV cache it asks for, and
+# the findings on the configuration by itself.
+PUBLIC = {
+    "mo-flat-glm52": ("NVFP4 W4A4", "all", "fp8", set()),
+    "mo-nested-glm5": ("NVFP4 W4A4", "all", "fp8", set()),
+    "mo-flat-minimax-m27": ("NVFP4 W4A4", "all", "fp8", set()),
+    "mo-stub-nemotron3-super": ("undetermined", "unknown", "fp8", {"quant_method", "side_file_fields"}),
+    "mix-flat-qwen36-35b": ("mixed: FP8 + NVFP4 W4A16", "none", None, {"groups_against_layers"}),
+    "mix-nested-qwen36-35b": ("mixed: FP8 + NVFP4 W4A16", "none", "fp8", set()),
+    "neg-int4-kimi-k25": ("INT4 weight-only", "none", None, set()),
+    "ct-w4a4-devstral2-autoround": ("NVFP4 W4A4", "all", None, set()),
+    "ct-mix-w4a16-qwen38-35b-distill": ("mixed: FP8 + NVFP4 W4A16", "none", None, set()),
+    "mo-weightonly-glm53flash-libertai": ("NVFP4 W4A16", "none", None, {"label_nvfp4_is_weight_only"}),
+    "mo-nested-minimax-m21-gadflyii": ("NVFP4 W4A4", "all", None, {"quant_method", "side_file_fields"}),
+    "mix-nested-step35-flash-w8a8sq": (
+        "mixed: NVFP4 W4A4 + W8A8_SQ_PER_CHANNEL", "all", None, {"unknown_algorithm"},
+    ),
+    "quark-nvfp4-fixture": ("NVFP4 W4A4", "all", None, set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_configuration(name):
+    config, found = public(name)
+    label, scales, kv_cache, checks = PUBLIC[name]
+    assert state(config).label == label
+    assert state(config).activation_scales == scales
+    assert config.kv_cache == kv_cache
+    assert set(found) == checks
+
+
+def test_every_public_configuration_is_in_the_table():
+    assert {file.stem for file in (DATA / "public_configs").glob("*.json")} == set(PUBLIC)
+
+
+def test_an_algorithm_that_vllm_lacks_is_refused_with_its_layers():
+    finding = public("mix-nested-step35-flash-w8a8sq")[1]["unknown_algorithm"]
+    assert finding.severity == "error"
+    assert "model.layers.0.mlp.up_proj, model.layers.0.mlp.down_proj" in finding.what
+    assert "W8A8_SQ_PER_CHANNEL" in finding.what
+
+
+def test_a_stub_is_told_apart_from_a_short_configuration():
+    # Both lack an exclusion list; one also lacks everything that would say how the checkpoint was made.
+    assert state(public("mo-stub-nemotron3-super")[0]).label == "undetermined"
+    assert state(public("mo-nested-minimax-m21-gadflyii")[0]).label == "NVFP4 W4A4"
+
+
+def test_two_files_that_disagree():
+    main, side = public("mix-flat-qwen36-35b")[0], public("mix-nested-qwen36-35b")[0]
+    found = {finding.check: finding for finding in audit_claims.findings(main, side)}
+    assert set(found) == {"groups_against_layers", "kv_cache_contradiction"}
+    assert "config.json says nothing, hf_quant_config.json says fp8" in found["kv_cache_contradiction"].what
+    assert in_effect(main, side) is main
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "said"),
+    [
+        ({"quant_algo": "FP8"}, "config_contradiction", "NVFP4, hf_quant_config.json says FP8"),
+        ({"group_size": 32}, "config_contradiction", "group_size"),
+        ({"exclude_modules": ["lm_head", "x"]}, "config_contradiction", "exclusion list"),
+        ({"kv_cache_quant_algo": "FP8"}, "kv_cache_contradiction", "fp8"),
+        ({}, None, None),
+    ],
+)
+def test_each_contradiction(change, check, said):
+    main = read({"quantization_config": {**small.modelopt(), "group_size": 16}})
+    body = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"]}
+    side = read({"producer": {"name": "modelopt"}, "quantization": {**body, **change}}, SIDE_FILE)
+    found = audit_claims.findings(main, side)
+    assert [finding.check for finding in found] == ([check] if check else [])
+    assert said is None or said in found[0].what
+
+
+def test_a_mixed_configuration_without_a_map_uses_the_side_file():
+    main = read({"quantization_config": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}})
+    side = public("mix-nested-qwen36-35b")[0]
+    assert in_effect(main, side) is side
+    assert [finding.check for finding in audit_claims.findings(main, None)] == ["mixed_without_layers"]
+
+
+def test_the_side_file_may_not_say_w4a16():
+    body = {"quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": []}
+    side = read({"producer": {"name": "modelopt"}, "quantization": body}, SIDE_FILE)
+    assert [finding.check for finding in audit_claims.findings(None, side)] == ["side_file_algorithm"]
+
+
+def test_the_text_models_configuration_counts_where_the_outer_has_none():
+    inner = small.modelopt(None)
+    assert read({"text_config": {"quantization_config": inner}}).document == inner
+    both = read({"text_config": {"quantization_config": inner}, "quantization_config": small.modelopt()})
+    assert both.document == small.modelopt()
+
+
+FORMS = json.loads((DATA / "config_forms.json").read_text())
+
+
+@pytest.mark.parametrize("form", FORMS, ids=[form["id"] for form in FORMS])
+def test_weight_only_by_statement(form):
+    """Groups that quantise weights alone say so in any spelling; a label alone says W4A4, whatever is stored."""
+    config = read(form["quantization"], form["file"])
+    groups = form["quantization"].get("config_groups") or form["quantization"].get("quantization", {}).get(
+        "config_groups"
+    )
+    activations = {bool(group["input_activations"]) for group in (groups or {}).values()}
+    expected = {frozenset(): "all", frozenset({False}): "none", frozenset({True}): "all"}.get(
+        frozenset(activations), "some"
+    )
+    assert state(config).activation_scales == expected
+    assert config.weight_only is (activations == {False})
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\xff", "[" * 100_000])
+def test_a_file_that_is_no_json_object_is_named(tmp_path, content):
+    (tmp_path / "config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_json(tmp_path / "config.json")
+    assert load_json(tmp_path / "other.json") is None
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"quantization_config": {}},
+        {"quantization_config": {"quant_method": None, "config_groups": 7, "ignore": {"a": 1}}},
+        {"quantization_config": {"quant_algo": 4, "quantized_layers": ["a"], "producer": "me"}},
+        {"quantization_config": {"quant_method": "quark", "global_quant_config": {"weight": [1, 2]}}},
+        {"quantization_config": {"config_groups": [{"weights": "x", "targets": "y"}], "kv_cache_scheme": {"type": 3}}},
+        {"quantization_config": "modelopt", "text_config": 5},
+    ],
+)
+def test_odd_documents_raise_nothing(document):
+    config = read(document)
+    state(config)
+    audit_claims.findings(config, None)
