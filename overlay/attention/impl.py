@@ -83,8 +83,13 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Compile, load and warm the kernels: after the weights, before memory is profiled and graphs are captured."""
         super().process_weights_after_loading(act_dtype)
+        tokens, width = self.topk_indices_buffer.shape
         self.kernel, self.index_rows = load_kernels(
             self.topk_indices_buffer.device, self.kernel_heads, "fp8" if self.is_fp8 else "bf16"
+        )
+        self.scratch_shapes = (
+            ((tokens, width), torch.int32),
+            ((self.kernel.workspace_bytes(tokens, width),), torch.uint8),
         )
         if not compat.profile_run_reserves():
             self.scratch()
@@ -100,10 +105,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
         has finished with it by then), one for each micro-batch, fixed in place when it is locked after graph capture.
         The full size is asked for every time, so the second part always starts at the same offset.
         """
-        tokens, width = self.topk_indices_buffer.shape
-        index_rows, workspace = current_workspace_manager().get_simultaneous(
-            ((tokens, width), torch.int32), ((self.kernel.workspace_bytes(tokens, width),), torch.uint8)
-        )
+        index_rows, workspace = current_workspace_manager().get_simultaneous(*self.scratch_shapes)
         return index_rows, workspace
 
     def forward_mqa(
