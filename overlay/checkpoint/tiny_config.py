@@ -32,6 +32,7 @@ SPECIAL_TOKENS = (
 )
 TOKEN_IDS = {token: 256 + i for i, token in enumerate(SPECIAL_TOKENS)}
 END_OF_TEXT = TOKEN_IDS["<|endoftext|>"]
+LONGEST_CONTEXT = 131072
 VOCABULARY = 320  # divisible by 64, so that eight ranks can share it
 
 
@@ -101,7 +102,7 @@ def text_config(model: TinyModel) -> dict:
         "intermediate_size": model.dense_width,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131072,
+        "max_position_embeddings": LONGEST_CONTEXT,
         "tie_word_embeddings": False,
         "num_hidden_layers": model.layers,
         "num_nextn_predict_layers": int(model.mtp),

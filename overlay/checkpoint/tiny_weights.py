@@ -41,8 +41,11 @@ EXPERT_GAIN = 1.0
 MTP_GAIN = 0.4  # the draft layer's blocks: small, so that it often agrees with the target
 ROUTER_GAIN = 4.0
 ROUTER_CONTEXT = 0.5
-LOGIT_SPREAD = 2.0
+LOGIT_SPREAD = 0.75  # the best logit stays below 4, where BF16 logits are 1/64 apart
+EMBEDDING_SHARE = 0.35  # of the final hidden state's root mean square that the last token's embedding has
+SUCCESSOR_PULL = 1.75  # in logits; a token's own repetition is held back by as much
 HELD_DOWN = 96.0
+PRINTABLE = sorted({*string.ascii_letters.encode(), *string.digits.encode(), *string.punctuation.encode(), *b" \n"})
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -60,7 +63,7 @@ def weights(model: TinyModel) -> NamedTensors:
     for layer in range(model.layers):
         yield from prefixed(f"{text}layers.{layer}.", decoder_layer(draw, model, layer))
     yield text + "norm.weight", draw.norm("norm", model.hidden)
-    yield head + "weight", output_head(draw, model)
+    yield head + "weight", output_head(draw, model, embedding)
     if model.mtp:
         yield from prefixed(f"{text}layers.{model.layers}.", mtp_layer(draw, model, embedding))
     if model.nested:
@@ -126,13 +129,21 @@ def embed(draw: Draw, model: TinyModel) -> torch.Tensor:
     return table.bfloat16()
 
 
-def output_head(draw: Draw, model: TinyModel) -> torch.Tensor:
-    """BF16 [vocabulary, hidden]. Only printable ASCII and the newline can win."""
+def output_head(draw: Draw, model: TinyModel, embedding: torch.Tensor) -> torch.Tensor:
+    """BF16 [vocabulary, hidden]. Only printable ASCII and the newline can win.
+
+    Each of those has a successor in one random cycle through all of them: the last token's embedding favours that
+    one and disfavours itself. Without it a greedy generation soon repeats one token; with it the draft layer, too,
+    has something to get right.
+    """
     head = draw.normal("head", VOCABULARY, model.hidden, std=LOGIT_SPREAD * model.hidden**-0.5)
+    cycle = draw.stream("cycle").permutation(PRINTABLE)
+    for token, successor in zip(cycle, np.roll(cycle, -1), strict=True):
+        pull = SUCCESSOR_PULL / EMBEDDING_SHARE / model.hidden * embedding[token].float()
+        head[successor] += pull
+        head[token] -= pull
     head[:, : reserved_channels(model)] = 0
-    printable = {*string.ascii_letters.encode(), *string.digits.encode(), *string.punctuation.encode(), *b" \n"}
-    held = [token for token in range(VOCABULARY) if token not in printable]
-    head[held, 0] = -HELD_DOWN
+    head[[token for token in range(VOCABULARY) if token not in PRINTABLE], 0] = -HELD_DOWN
     return head.bfloat16()
 
 
