@@ -43,7 +43,7 @@ def obtain(
     directory = default_directory() if directory is None else directory
     name = f"{program.name}-{arch}-{key(program, arch, nvrtc)}"
     try:
-        _prepare(directory)
+        prepare(directory)
         found = _read(directory, name)
         if found is not None:
             return found
@@ -59,7 +59,8 @@ def obtain(
     return build(program, arch)
 
 
-def _prepare(directory: Path) -> None:
+def prepare(directory: Path) -> None:
+    """Create the directory for this user alone; OSError where it cannot be used or others can write to it."""
     if not directory.is_absolute():
         raise FileNotFoundError(0, "there is no home directory; set XDG_CACHE_HOME")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
