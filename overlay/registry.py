@@ -20,6 +20,7 @@ PATCH_IDS: tuple[str, ...] = (
     "sparse_mla",
     "nvfp4_moe_scales",
     "indexer_bounds",
+    "prefill_profile",
     "process_proof",
 )
 

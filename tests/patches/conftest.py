@@ -1,0 +1,33 @@
+"""One child process for the small patches: a GB10 that is not there, every patch in question switched on or auto."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.conftest import run_python
+
+SCENARIOS = ("prefill_profile",)
+SWITCHES = ""
+
+
+@pytest.fixture(scope="session")
+def gb10(fake_driver) -> dict[str, Any]:
+    """States and answers of all scenarios. NVML reports no memory of its own (memory=0): an integrated GPU."""
+    env = fake_driver((12, 1), overlay=True, memory=0) | {"OVERLAY_PATCHES": SWITCHES}
+    return run_python("tests.patches.scenarios", env, *SCENARIOS, timeout=900)
+
+
+@pytest.fixture(scope="session")
+def answer(gb10) -> Callable[[str], Any]:
+    """`answer(patch_id)`: its scenario's answer. Skips, with the overlay's own reason, where the fault is absent."""
+
+    def of(patch_id: str) -> Any:
+        state = gb10["states"][patch_id]
+        if state["state"] == "retired":
+            pytest.skip(f"vllm {gb10['vllm']}: {patch_id} is retired: {state['reason']}")
+        found = gb10["answers"].get(patch_id, {"failed": f"{patch_id} is {state['state']}: {state['reason']}"})
+        assert "failed" not in found, found["failed"]
+        return found
+
+    return of
