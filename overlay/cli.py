@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -34,3 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OverlayError as error:
         print(f"overlay: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `| head` has seen enough; Python would complain once more while it shuts down
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
