@@ -9,7 +9,7 @@ import json
 import sys
 import traceback
 
-import vllm  # noqa: F401 - arms the overlay
+import vllm
 
 from overlay import startup
 
