@@ -49,19 +49,21 @@ __device__ __forceinline__ void list_live_tiles(Shared<S>& sm, int columns) {
 
 // Fetches the indices of live tile number `position` into the ring; called by one warp, travels with that warp's next group.
 template <class S>
-__device__ __forceinline__ void prefetch_indices(Shared<S>& sm, const int* __restrict__ idx, int columns, int position) {
+__device__ __forceinline__ void prefetch_indices(Shared<S>& sm, const int* __restrict__ idx, int columns, int position,
+                                                 int tiles) {
   const int lane = threadIdx.x % 32;
-  if (position >= sm.tiles_live) return;
+  if (position >= tiles) return;
   const int column = sm.list[position] * S::kRows + lane;
   if (lane < S::kRows && column < columns) copy4_async(shared_address(&sm.ring[position % S::kRing][lane]), idx + column);
 }
 
 // The first indices, by the whole block. Plain loads: the scan has just brought these lines into L1.
 template <class S>
-__device__ __forceinline__ void fill_ring(Shared<S>& sm, const int* __restrict__ idx, int columns, int positions) {
-  for (int i = threadIdx.x; i < positions * S::kRows; i += S::kThreads) {
+__device__ __forceinline__ void fill_ring(Shared<S>& sm, const int* __restrict__ idx, int columns, int tiles) {
+#pragma unroll
+  for (int i = threadIdx.x; i < S::kRing * S::kRows; i += S::kThreads) {
     const int position = i / S::kRows, row = i % S::kRows;
-    if (position >= sm.tiles_live) break;
+    if (position >= tiles) break;
     const int column = sm.list[position] * S::kRows + row;
     if (column < columns) sm.ring[position][row] = __ldg(idx + column);
   }

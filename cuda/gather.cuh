@@ -7,26 +7,54 @@ __device__ __forceinline__ u32 swizzled(int row, int chunk, int row_bytes) {
   return static_cast<u32>(row * row_bytes + ((chunk ^ (row & 7)) << 4));
 }
 
-// This warp's share of live tile number `position`: its slice of the rows, or half of the rows when two warps share the slice.
-// `kv` points at the slice of row 0. Rows without a valid index become zeros and are never read. Always commits a group, so that
-// the count of groups says which tile has arrived.
+// What a lane copies of one tile: its rows, and which of them are live.
+template <class S>
+struct TileRows {
+  static constexpr int kLanesPerRow = S::kRowChunks;
+  static constexpr int kCount = S::kRows / S::kGroups / (32 / kLanesPerRow);  // rows of a lane
+  int row[kCount];
+  u32 live;
+
+  __device__ __forceinline__ static int first(int group) {
+    return group * (S::kRows / S::kGroups) + threadIdx.x % 32 / kLanesPerRow * kCount;
+  }
+};
+
+// Reads from the ring what `gather_tile` needs for live tile number `position`. Apart from the copies, because the compiler may
+// not move a load over a copy: eight times the latency of shared memory, one after the other, cost more than the products.
+template <class S>
+__device__ __forceinline__ TileRows<S> read_rows(const Shared<S>& sm, int group, int position, int tiles) {
+  TileRows<S> rows;
+  rows.live = 0;
+  if (position < tiles) {
+    const int first = TileRows<S>::first(group);
+    const int2* indices = reinterpret_cast<const int2*>(&sm.ring[position % S::kRing][first]);
+#pragma unroll
+    for (int i = 0; i < TileRows<S>::kCount / 2; ++i) {
+      const int2 pair = indices[i];
+      rows.row[2 * i] = pair.x;
+      rows.row[2 * i + 1] = pair.y;
+    }
+    rows.live = live_rows(sm, sm.list[position]) >> first;
+  }
+  return rows;
+}
+
+// This warp's share of a tile: its slice of the rows, or half of the rows when two warps share the slice. `kv` points at the
+// slice of row 0. Rows without a valid index become zeros and are never read. Always commits a group, so that the count of
+// groups says which tile has arrived.
 template <class S>
 __device__ __forceinline__ void gather_tile(Shared<S>& sm, const u8* __restrict__ kv, u32 kv_stride, int slice, int group,
-                                            int position) {
-  if (position < sm.tiles_live) {
-    constexpr int kLanesPerRow = S::kRowChunks;
-    constexpr int kRowsPerLane = S::kRows / S::kGroups / (32 / kLanesPerRow);
-    const int lane = threadIdx.x % 32;
-    const int chunk = lane % kLanesPerRow;
-    const int first = group * (S::kRows / S::kGroups) + lane / kLanesPerRow * kRowsPerLane;
-    const u32 live = live_rows(sm, sm.list[position]) >> first;
+                                            int position, int tiles, const TileRows<S>& rows) {
+  if (position < tiles) {
+    const int chunk = threadIdx.x % 32 % TileRows<S>::kLanesPerRow;
+    const int first = TileRows<S>::first(group);
     const u32 slot = shared_address(&sm.tiles[slice][position % S::kSlots * S::kTileBytes]);
-    const int* indices = &sm.ring[position % S::kRing][first];
     kv += 16 * chunk;
 #pragma unroll
-    for (int i = 0; i < kRowsPerLane; ++i) {
-      const bool on = live >> i & 1;
-      const u64 row = on ? static_cast<u32>(indices[i]) : 0u;
+    for (int i = 0; i < TileRows<S>::kCount; ++i) {
+      const bool on = rows.live & (1u << i);
+      const u64 row = on ? static_cast<u32>(rows.row[i]) : 0u;
       copy16_async(slot + swizzled(first + i, chunk, S::kSliceBytes), kv + row * kv_stride, on);
     }
   }

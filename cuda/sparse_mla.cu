@@ -107,14 +107,16 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
   for (int n = 0; n < kOwnTiles; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      scale[n][i] = a.scale;
-      if constexpr (S::kFp8) scale[n][i] *= kv_scale * query_inverse_factor(query_exponent(sm, own_head + 8 * n + i));
+      // The product with kv_scale, 1 for bf16, keeps the scale in a register: a bare parameter that is used under a condition
+      // is loaded from the constant bank at every use.
+      scale[n][i] = a.scale * kv_scale;
+      if constexpr (S::kFp8) scale[n][i] *= query_inverse_factor(query_exponent(sm, own_head + 8 * n + i));
     }
   }
   if constexpr (S::kFp8) convert_query(sm, q, group);
   __syncthreads();
   const int tiles = sm.tiles_live;
-  fill_ring(sm, idx, columns, S::kRing);
+  fill_ring(sm, idx, columns, tiles);
   __syncthreads();
 
   Output<S> o = {};
@@ -126,7 +128,9 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
   constexpr bool kPrivate = S::kGroups == 1;
   constexpr int kFirst = kPrivate ? S::kSlots : S::kSlots - 1;  // tiles asked for before the loop
 #pragma unroll
-  for (int t = 0; t < kFirst; ++t) gather_tile(sm, kv, a.kv_stride, slice, group, t);
+  for (int t = 0; t < kFirst; ++t) {
+    gather_tile(sm, kv, a.kv_stride, slice, group, t, tiles, read_rows(sm, group, t, tiles));
+  }
   if constexpr (!kPrivate) {
     wait_copies<S::kSlots - 2>();
     __syncthreads();
@@ -138,6 +142,8 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
       wait_copies<S::kSlots - 1>();
       __syncwarp();
     }
+    TileRows<S> next;
+    if constexpr (!kPrivate) next = read_rows(sm, group, t + kFirst, tiles);
     Scores<S> s;
     multiply_keys<S>(s, q, tile);
     Weights<S> p;
@@ -153,15 +159,16 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
       __syncthreads();
       collect_weights<S>(sm, group, o, p);
     }
-    if constexpr (!kPrivate) {
-      if (warp == 0) prefetch_indices(sm, idx, columns, t + S::kRing);
-      gather_tile(sm, kv, a.kv_stride, slice, group, t + kFirst);
-    }
-    multiply_values<S>(o, p, tile);
     if constexpr (kPrivate) {
+      next = read_rows(sm, group, t + kFirst, tiles);
+      multiply_values<S>(o, p, tile);
       __syncwarp();
-      if (warp == 0) prefetch_indices(sm, idx, columns, t + S::kRing);
-      gather_tile(sm, kv, a.kv_stride, slice, group, t + kFirst);
+      if (warp == 0) prefetch_indices(sm, idx, columns, t + S::kRing, tiles);
+      gather_tile(sm, kv, a.kv_stride, slice, group, t + kFirst, tiles, next);
+    } else {
+      if (warp == 0) prefetch_indices(sm, idx, columns, t + S::kRing, tiles);
+      gather_tile(sm, kv, a.kv_stride, slice, group, t + kFirst, tiles, next);
+      multiply_values<S>(o, p, tile);
     }
   }
   wait_copies<0>();

@@ -87,7 +87,7 @@ def build(program: Program, arch: str) -> Binary:
     try:
         nvrtc.compileProgram(handle, (*OPTIONS, f"-arch={arch}"))
         log = nvrtc.getProgramLog(handle)
-        cubin = nvrtc.getCUBIN(handle)
+        cubin = nvrtc.getCUBIN(handle) + b"\0"  # CuPy 14.2 cuts the last byte, a zero, as if it ended a C string
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(handle)
         raise CompileError(f"{program.name} does not compile for {arch} with NVRTC {version}: {error}\n{log}") from None

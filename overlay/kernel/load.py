@@ -79,7 +79,17 @@ def _cupy() -> Any:
     return cupy
 
 
+class _TorchStream:
+    """A stream pointer under the protocol that CuPy asks of foreign streams."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
 @cache
 def cupy_stream(pointer: int) -> Any:
     """torch's stream for CuPy, which launches on a current stream of its own."""
-    return _cupy().cuda.ExternalStream(pointer)
+    return _cupy().cuda.Stream.from_external(_TorchStream(pointer))
