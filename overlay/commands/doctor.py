@@ -1,0 +1,59 @@
+"""What is wrong with this machine, or with the start that wrote this log."""
+
+import argparse
+import json
+from pathlib import Path
+
+from overlay.config import nearest
+from overlay.doctor import fingerprint, logs, paste
+from overlay.doctor.checks import Surroundings, perform
+from overlay.doctor.report import CHECKS, as_text
+from overlay.errors import OverlayError
+
+HELP = "named checks of this machine and installation, each with its fix; causes of known lines in a boot log"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--check", metavar="NAME", action="append", help="only this check, again after a fix; repeatable"
+    )
+    parser.add_argument("--log", metavar="FILE", type=Path, help="name cause and cure of the known lines in a boot log")
+    parser.add_argument(
+        "--paste", action="store_true", help="leave out names, hosts, addresses and paths of the person"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report; 1 where a required check fails, or where no line of a log is known."""
+    text, status = _log(options) if options.log else _checks(options)
+    print(paste.clean(text) if options.paste else text)
+    return status
+
+
+def _checks(options: argparse.Namespace) -> tuple[str, int]:
+    names = [check.name for check in CHECKS]
+    for name in options.check or ():
+        if name not in names:
+            raise OverlayError(f"{name!r} is not a check{nearest(name, names)}")
+    chosen = [check for check in CHECKS if not options.check or check.name in options.check]
+    around = Surroundings()
+    results = perform(chosen, around)
+    status = int(any(result.required and result.status == "fail" for result in results))
+    # The fingerprint asks everything; a single check after a fix should answer at once.
+    digests = {} if options.check else fingerprint.of(around)
+    if options.json:
+        report = {"fingerprint": digests, "checks": [result.as_json() for result in results]}
+        return json.dumps(report, indent=2), status
+    return as_text(results, digests), status
+
+
+def _log(options: argparse.Namespace) -> tuple[str, int]:
+    try:
+        text = options.log.read_text(encoding="utf-8", errors="replace")
+    except OSError as problem:
+        raise OverlayError(f"{options.log} cannot be read: {problem.strerror}") from problem
+    matches = logs.examine(text)
+    if options.json:
+        return json.dumps({"known": [match.as_json() for match in matches]}, indent=2), int(not matches)
+    return logs.as_text(matches), int(not matches)
