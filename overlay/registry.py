@@ -21,6 +21,7 @@ PATCH_IDS: tuple[str, ...] = (
     "nvfp4_moe_scales",
     "indexer_bounds",
     "prefill_profile",
+    "indexer_topk",
     "compile_cache",
     "process_proof",
 )

@@ -5,6 +5,7 @@ from typing import Any
 
 from overlay.context import Context
 from overlay.declare import Patch, Target, Verdict, absent, present
+from overlay.substitute import Substitute
 
 OPS = "vllm.models.glm5next.nvidia.ops.kpool_compress"
 # Where the indexer lives: from 0.31, and in 0.30.
@@ -23,23 +24,15 @@ def probe(ctx: Context) -> Verdict:
     return absent("this vLLM initialises and bounds its pool ids")
 
 
-class InitialisedTorch:
-    """`torch` for one module: the int32 matrices that it asks for uninitialised come filled with -1."""
-
-    def __init__(self, torch: ModuleType) -> None:
-        self._torch = torch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._torch, name)
-
-    def empty(self, *size: Any, **kwargs: Any) -> Any:
-        made = self._torch.empty(*size, **kwargs)
-        return made.fill_(-1) if made.dtype is self._torch.int32 else made
-
-
 def initialise(module: ModuleType, ctx: Context) -> None:
     """The two buffers of pool ids are local variables of one long function: its `torch` is the only seam."""
-    ctx.replace(module, "torch", InitialisedTorch(module.torch))
+    torch = module.torch
+
+    def empty(*size: Any, **kwargs: Any) -> Any:
+        made = torch.empty(*size, **kwargs)
+        return made.fill_(-1) if made.dtype is torch.int32 else made
+
+    ctx.replace(module, "torch", Substitute(torch, empty=empty))
 
 
 def bound(module: ModuleType, ctx: Context) -> None:

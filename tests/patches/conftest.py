@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import run_python
 
-SCENARIOS = ("prefill_profile", "compile_cache")
+SCENARIOS = ("prefill_profile", "compile_cache", "indexer_topk")
 SWITCHES = ""
 
 
