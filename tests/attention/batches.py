@@ -120,7 +120,9 @@ class Batch:
 
         metadata = self.metadata()
         layer.impl.topk_indices_buffer[: self.tokens + self.padding] = self.index_rows()
-        context = mock.Mock(attn_metadata={layer.layer_name: metadata}, slot_mapping={layer.layer_name: self.step_slots()})
+        context = mock.Mock(
+            attn_metadata={layer.layer_name: metadata}, slot_mapping={layer.layer_name: self.step_slots()}
+        )
         latents = self.step_latents()
         with (
             mock.patch.object(mla_attention, "get_forward_context", lambda: context),
@@ -136,11 +138,9 @@ class Batch:
         weight = layer.kv_b_proj.weight.double().view(heads, 2 * HEAD, LATENT)
         answers, token = [], 0
         for latents, request in zip(self.latents, self.requests, strict=True):
-            stored = self.stored(layer, latents).double()
+            projected = torch.einsum("nl,hdl->hnd", self.stored(layer, latents).double(), weight)
             for _ in range(request.queries):
-                selected = stored[self.selections[token]]
-                projected = torch.einsum("nl,hdl->hnd", selected, weight)
-                keys, values = projected[..., :HEAD], projected[..., HEAD:]
+                keys, values = projected[:, self.selections[token]].split(HEAD, dim=-1)
                 scores = torch.einsum("hd,hnd->hn", queries[token].double(), keys) * HEAD**-0.5
                 answers.append(torch.einsum("hn,hnd->hd", scores.softmax(-1), values).flatten())
                 token += 1

@@ -1,10 +1,11 @@
-"""The real Glm5Next model, its KV cache plan, cache tensors and metadata builders, on CPU tensors and without an engine.
+"""The real Glm5Next model with its KV cache plan, cache tensors and metadata builders, on CPU tensors.
 
 Runs in a child process under the fake driver. vLLM believes in a GPU of capability 12.x; only the tensors are the
 host's. What cannot run without a GPU is replaced in `tests.attention.standin` and nowhere else.
 """
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,10 +31,10 @@ class Engine:
     layers: int = 4
     nested: bool = False
     speculative_tokens: int = 0
-    max_tokens: int = 512
+    max_tokens: int = 96
     max_seqs: int = 8
     max_model_len: int = 16384
-    memory: int = 1 << 30
+    memory: int = 160 << 20
     changes: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -43,14 +44,26 @@ class Engine:
         self.vllm_config = self._config()
         with set_current_vllm_config(self.vllm_config):
             _init_distributed(self.folder)
-            self.model = self._model()
+            self.model = self._build(self.vllm_config.model_config)
+            if self.speculative_tokens:
+                self.draft = self._build(self.vllm_config.speculative_config.draft_model_config)
+            self._finish_weights()
             current_platform.update_block_size_for_backend(self.vllm_config)
             self._plan()
 
     def _config(self) -> Any:
-        from vllm.config import CacheConfig, CompilationConfig, ModelConfig, SchedulerConfig, VllmConfig
+        from vllm.config import (
+            CacheConfig,
+            CompilationConfig,
+            ModelConfig,
+            ParallelConfig,
+            SchedulerConfig,
+            SpeculativeConfig,
+            VllmConfig,
+        )
 
-        shape = tiny_config.TinyModel(heads=self.heads, layers=self.layers, nested=self.nested)
+        speculates = self.speculative_tokens > 0
+        shape = tiny_config.TinyModel(heads=self.heads, layers=self.layers, nested=self.nested, mtp=speculates)
         config = tiny_config.model_config(shape)
         (config["text_config"] if self.nested else config).update(self.changes)
         path = models.write(config, self.folder / "model")
@@ -63,27 +76,40 @@ class Engine:
             max_model_len=self.max_model_len,
             is_encoder_decoder=False,
         )
+        parallel = ParallelConfig()
+        speculative = None
+        if speculates:
+            speculative = SpeculativeConfig(
+                method="mtp",
+                num_speculative_tokens=self.speculative_tokens,
+                target_model_config=model,
+                target_parallel_config=parallel,
+            )
         return VllmConfig(
             model_config=model,
+            parallel_config=parallel,
+            speculative_config=speculative,
             cache_config=CacheConfig(cache_dtype=self.kv_dtype, gpu_memory_utilization=0.5),
             scheduler_config=scheduler,
             compilation_config=CompilationConfig(mode=0, cudagraph_mode="NONE"),
         )
 
-    def _model(self) -> torch.nn.Module:
-        """Built by vLLM's own class, with small seeded weights in the attention layers and their absorbed forms."""
+    def _build(self, model_config: Any) -> torch.nn.Module:
+        """A model, or its draft, by vLLM's own class."""
         from vllm.model_executor.model_loader.utils import get_model_architecture
         from vllm.utils.torch_utils import set_default_torch_dtype
 
-        model_class, _ = get_model_architecture(self.vllm_config.model_config)
+        model_class, _ = get_model_architecture(model_config)
         with set_default_torch_dtype(torch.bfloat16), CPU:
-            model = model_class(vllm_config=self.vllm_config, prefix="")
+            return model_class(vllm_config=self.vllm_config, prefix="")
+
+    def _finish_weights(self) -> None:
+        """Seeded weights in the attention layers' up-projection, and what vLLM derives from them after loading."""
         generator = torch.Generator().manual_seed(7)
         for layer in self.attention_layers():
             weight = layer.kv_b_proj.weight
             weight.data.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[1] ** -0.5)
             layer.process_weights_after_loading(torch.bfloat16)
-        return model
 
     def _plan(self) -> None:
         """KV specs, groups and layout from vLLM's planner; cache tensors bound to the layers; metadata builders."""
@@ -103,9 +129,11 @@ class Engine:
         self.groups, self.graph_support, self.kernel_block_sizes = attn_utils.init_attn_backend(
             self.kv_config, self.vllm_config, CPU
         )
-        arguments = {} if "attn_groups" not in inspect.signature(attn_utils.init_kv_cache).parameters else {
-            "attn_groups": [group for groups in self.groups for group in groups]
-        }
+        arguments = (
+            {}
+            if "attn_groups" not in inspect.signature(attn_utils.init_kv_cache).parameters
+            else {"attn_groups": [group for groups in self.groups for group in groups]}
+        )
         forward_context = self.vllm_config.compilation_config.static_forward_context
         attn_utils.init_kv_cache(
             forward_context, self.kv_config, CPU, self.kernel_block_sizes, self.vllm_config, **arguments
@@ -158,10 +186,7 @@ def _init_distributed(folder: Path) -> None:
 @contextmanager
 def patched_vllm(**options: object) -> Iterator[None]:
     """The patch applied in this process, and what needs a GPU replaced."""
-    import sys
-
-    import vllm.platforms.cuda
-    import vllm.v1.attention.backends.registry
+    import vllm.platforms.cuda  # noqa: F401 - the patch changes it and the registry that it imports
 
     from overlay.context import Context
     from overlay.hardware import Hardware

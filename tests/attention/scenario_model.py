@@ -14,13 +14,26 @@ import torch
 from tests.attention import models
 from tests.attention.batches import HEAD, Batch, Request
 
-# The linear-attention state of 64 heads is what makes the full-size model's blocks as large as they are.
-FULL_LINEAR_ATTENTION = {"num_heads": 64, "head_dim": 128, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0}
+
+def full_linear_attention(layers: int) -> dict:
+    """The state of 64 linear-attention heads is what makes the full-size model's blocks as large as they are."""
+    sparse = list(range(3, layers, 4))
+    return {
+        "linear_attn_config": {
+            "num_heads": 64,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+            "gate_lower_bound": -5.0,
+            "kda_layers": [i for i in range(layers) if i not in sparse],
+            "full_attn_layers": sparse,
+        }
+    }
+
 
 BATCHES = {
     "prefill": [Request(0, 21), Request(0, 3), Request(0, 1)],
-    "decode": [Request(0, 1), Request(63, 1), Request(2047, 1), Request(2048, 1), Request(4700, 1)],
-    "speculative": [Request(10, 3), Request(2050, 3), Request(4351, 3)],
+    "decode": [Request(0, 1), Request(63, 1), Request(2047, 1), Request(2048, 1), Request(4400, 1)],
+    "speculative": [Request(10, 3), Request(2050, 3), Request(1279, 3)],
     "mixed": [Request(2500, 1), Request(99, 1), Request(4340, 20), Request(0, 9)],
 }
 
@@ -56,12 +69,15 @@ def planned(engine: Any) -> dict:
     }
 
 
-def forwards(engine: Any) -> dict:
-    """Relative error of one forward of every batch against dense attention, and how its tokens were routed."""
+def forwards(engine: Any, *names: str) -> dict:
+    """Relative error of one forward of each batch against dense attention, and how its tokens were routed.
+
+    Through the last sparse-MLA layer, which is the draft's where there is one.
+    """
     layer = engine.attention_layers()[-1]
     seen = {}
-    for seed, (name, requests) in enumerate(BATCHES.items()):
-        batch = Batch(engine, requests, seed)
+    for seed, name in enumerate(names):
+        batch = Batch(engine, BATCHES[name], seed)
         batch.write_history(layer)
         queries = batch.normal(batch.tokens, layer.num_heads, HEAD)
         answer = batch.run(layer, queries)
@@ -87,17 +103,21 @@ def main() -> None:
     seen: dict[str, Any] = {"version": vllm.__version__}
     with tempfile.TemporaryDirectory() as folder, patched_vllm():
         root = Path(folder)
-        changes = {"linear_attn_config": FULL_LINEAR_ATTENTION | {"kda_layers": [0, 1, 2, 4, 5, 6], "full_attn_layers": [3, 7]}}
-        bf16 = Engine(root / "bf16", "bfloat16", heads=8, layers=8, changes=changes)
-        seen["bf16"] = {"plan": planned(bf16), "forward": forwards(bf16)}
+        bf16 = Engine(root / "bf16", "bfloat16", layers=8, changes=full_linear_attention(8))
+        seen["bf16"] = {"plan": planned(bf16), "forward": forwards(bf16, "prefill", "decode", "mixed")}
         seen["special"] = special.all_of_them(bf16)
-        fp8 = Engine(root / "fp8", "fp8", heads=64, changes={"linear_attn_config": FULL_LINEAR_ATTENTION | {"kda_layers": [0, 1, 2], "full_attn_layers": [3]}})
+        fp8 = Engine(root / "fp8", "fp8", changes=full_linear_attention(4))
         for layer in fp8.attention_layers():
             layer._k_scale.fill_(0.37)
-        seen["fp8"] = {"plan": planned(fp8), "forward": forwards(fp8)}
-        nested = Engine(root / "nested", "fp8_e4m3", heads=16, nested=True)
-        seen["nested"] = {"plan": planned(nested), "forward": forwards(nested)}
-        seen["model_classes"] = [type(engine.model).__name__ for engine in (bf16, fp8, nested)]
+        seen["fp8"] = {"plan": planned(fp8), "forward": forwards(fp8, "decode", "mixed")}
+        nested = Engine(root / "nested", "fp8_e4m3", nested=True, speculative_tokens=2)
+        seen["nested"] = {"plan": planned(nested), "forward": forwards(nested, "decode", "speculative", "mixed")}
+        for heads in (4, 16, 64):
+            other = Engine(
+                root / str(heads), "bfloat16", changes={"num_attention_heads": heads, "num_key_value_heads": heads}
+            )
+            seen[f"{heads} heads"] = {"plan": planned(other), "forward": forwards(other, "prefill")}
+        seen["model_classes"] = [type(model).__name__ for model in (bf16.model, fp8.model, nested.model, nested.draft)]
     print(json.dumps(seen))
 
 

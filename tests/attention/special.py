@@ -95,7 +95,11 @@ def scratch(engine: Any) -> dict:
     reserved = manager._current_workspaces[0]
     manager.lock()
     addresses = set()
-    for layer, requests in [(first, [Request(5, 1)]), (last, [Request(0, engine.max_tokens - 2)]), (first, [Request(9, 4)])]:
+    for layer, requests in [
+        (first, [Request(5, 1)]),
+        (last, [Request(0, engine.max_tokens)]),
+        (first, [Request(9, 4)]),
+    ]:
         batch = Batch(engine, requests, seed=15)
         batch.write_history(layer)
         batch.run(layer, batch.normal(batch.tokens, layer.num_heads, HEAD))
