@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from overlay.config import nearest
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the report; 1 where a required check fails, or where no line of a log is known."""
     text, status = _log(options) if options.log else _checks(options)
-    print(paste.clean(text) if options.paste else text)
+    print(text)
     return status
 
 
@@ -39,6 +40,8 @@ def _checks(options: argparse.Namespace) -> tuple[str, int]:
     chosen = [check for check in CHECKS if not options.check or check.name in options.check]
     around = Surroundings()
     results = perform(chosen, around)
+    if options.paste:  # before the table breaks a path over two lines
+        results = [replace(result, what=paste.clean(result.what), fix=paste.clean(result.fix)) for result in results]
     status = int(any(result.required and result.status == "fail" for result in results))
     # The fingerprint asks everything; a single check after a fix should answer at once.
     digests = {} if options.check else fingerprint.of(around)
@@ -53,7 +56,7 @@ def _log(options: argparse.Namespace) -> tuple[str, int]:
         text = options.log.read_text(encoding="utf-8", errors="replace")
     except OSError as problem:
         raise OverlayError(f"{options.log} cannot be read: {problem.strerror}") from problem
-    matches = logs.examine(text)
+    matches = logs.examine(paste.clean(text) if options.paste else text)
     if options.json:
         return json.dumps({"known": [match.as_json() for match in matches]}, indent=2), int(not matches)
     return logs.as_text(matches), int(not matches)

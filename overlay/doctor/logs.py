@@ -27,7 +27,6 @@ class Failure:
     lines: tuple[re.Pattern, ...]
     causes: tuple[Cause, ...]
     source: str
-    unless: tuple[re.Pattern, ...]
     # opening, closing and error line of something that must be going on; None where that does not matter
     during: tuple[re.Pattern, re.Pattern, re.Pattern] | None
 
@@ -61,7 +60,6 @@ def _failure(entry: dict) -> Failure:
         lines=tuple(map(re.compile, entry["lines"])),
         causes=tuple(Cause(cause["sure"], cause["is"], cause["cure"]) for cause in entry["cause"]),
         source=entry["source"],
-        unless=tuple(map(re.compile, entry.get("unless", ()))),
         during=tuple(map(re.compile, going_on)) if going_on else None,
     )
 
@@ -80,8 +78,6 @@ def _match(failure: Failure, lines: Sequence[str]) -> Match | None:
         if number is None:
             return None
         where.append((number + 1, lines[number].strip()))
-    if any(pattern.search(line) for pattern in failure.unless for line in lines):
-        return None
     if failure.during is not None and not _going_on(failure.during, lines[: where[0][0] - 1]):
         return None
     return Match(failure, tuple(where))
