@@ -17,6 +17,7 @@ SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin", "/proc", "/sys", "/dev", "/e
 _REST = r"[^\s'\",;:()\[\]<>]*"
 _PATH = re.compile(rf"(?<![\w/.<>-])(?:~|/){_REST}")
 _PATTERNS = (
+    (re.compile(r"\b[a-z]+://\S+"), "<url>"),
     (re.compile(r"\b[\w.+-]+@[\w-]+\.[\w.-]+"), "<mail>"),
     (re.compile(r"\b(?:hf_|sk-|ghp_)\w{8,}"), "<token>"),
     (re.compile(r"\b(?:GPU|MIG)-[0-9a-f]{8}-[0-9a-f-]{13,}", re.I), "<uuid>"),
@@ -28,6 +29,8 @@ _PATTERNS = (
 
 def clean(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """`text` without what identifies a person or a machine. Version numbers, sizes and system paths stay."""
+    for pattern, replacement in _PATTERNS:
+        text = pattern.sub(replacement, text)
     for folder, name in _known_folders(environ):
         text = re.sub(rf"{re.escape(folder)}(?=[/\s'\",;:)\]]|$)", name, text)
     # After any other known folder, the rest of a path is that folder's own layout.
@@ -35,8 +38,6 @@ def clean(text: str, environ: Mapping[str, str] = os.environ) -> str:
     text = _PATH.sub(lambda found: found[0] if _is_system(found[0]) else "<path>", text)
     for name in sorted(_names(environ), key=len, reverse=True):
         text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", "<name>", text, flags=re.I)
-    for pattern, replacement in _PATTERNS:
-        text = pattern.sub(replacement, text)
     return text
 
 

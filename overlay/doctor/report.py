@@ -36,7 +36,8 @@ def as_text(results: Sequence[Result], fingerprint: dict[str, str]) -> str:
         (result.name, result.status, f"{result.what}. Fix: {result.fix}" if result.fix else result.what)
         for result in results
     ]
-    parts = ", ".join(f"{name} {digest}" for name, digest in fingerprint.items())
     counts = {status: sum(result.status == status for result in results) for status in ("pass", "warn", "fail")}
     summary = ", ".join(f"{count} {status}" for status, count in counts.items())
-    return f"{table(('check', 'status', 'found'), rows)}\n\n{summary}\nfingerprint: {parts}"
+    if fingerprint:
+        summary += "\nfingerprint: " + ", ".join(f"{name} {digest}" for name, digest in fingerprint.items())
+    return f"{table(('check', 'status', 'found'), rows)}\n\n{summary}"
