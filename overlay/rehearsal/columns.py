@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -50,40 +50,58 @@ class Question:
     allowance: int = ALLOWANCE
 
 
-def ask(
-    question: Question,
+Columns = dict[str, dict[str, Any]]
+
+
+def ask(question: Question, **how: Any) -> Columns:
+    """Column name -> what vLLM would do (planner.Rehearsal.fields); `how` as in `ask_all`."""
+    return ask_all([question], **how)[0]
+
+
+def ask_all(
+    questions: Sequence[Question],
     progress: Callable[[str], None] = lambda line: None,
-    columns: Sequence[str] = COLUMNS,
     base: Mapping[str, str] = os.environ,
     output: IO[str] | None = None,
-) -> dict[str, dict[str, Any]]:
-    """Column name -> what vLLM would do (planner.Rehearsal.fields). Both children run at once.
+) -> list[Columns]:
+    """The columns of several questions about one kind of GPU, for the price of importing vLLM once for each column.
 
-    `progress` is told each stage; `output` receives all that the children print. Raises RehearsalError for a model that
-    cannot be read, DriverError where the stub driver cannot be built.
+    Both children run at once. `progress` is told each stage; `output` receives all that the children print. Raises
+    RehearsalError for a model that cannot be read, DriverError where the stub driver cannot be built.
     """
-    board = driver.board(question.capability)
-    memory = board.memory if question.memory is None else question.memory
-    with model_folder(question.model) as folder, tempfile.TemporaryDirectory(prefix="overlay-rehearsal-") as scratch:
-        flags = ["--model", str(folder), "--tensor-parallel-size", str(question.tp), *question.flags]
-        request = Request(flags, list(question.capability), memory, question.kv_memory, question.allowance)
-        request_file = Path(scratch) / "request.json"
-        request_file.write_text(json.dumps(asdict(request)))
-        env = driver.environment(
-            question.capability,
-            devices=question.tp * _other_ranks(question.flags),
-            memory=0 if board.integrated else memory,
-            base=base,
-        )
+    capability, memory = _one_kind(questions)
+    board = driver.board(capability)
+    env = driver.environment(
+        capability,
+        devices=max(question.tp * _other_ranks(question.flags) for question in questions),
+        memory=0 if board.integrated else memory,
+        base=base,
+    )
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overlay-rehearsal-")))
+        requests = []
+        for question in questions:
+            folder = stack.enter_context(model_folder(question.model))
+            flags = ["--model", str(folder), "--tensor-parallel-size", str(question.tp), *question.flags]
+            requests.append(Request(flags, list(capability), memory, question.kv_memory, question.allowance))
+        request_file = scratch / "requests.json"
+        request_file.write_text(json.dumps([asdict(request) for request in requests]))
         children = [
-            Child(name, request_file, Path(scratch) / f"{name}.json", _column_environment(name, env), progress, output)
-            for name in columns
+            Child(name, request_file, scratch / f"{name}.json", _column_environment(name, env), progress, output)
+            for name in COLUMNS
         ]
-        try:
-            return {child.name: child.answer() for child in children}
-        finally:
-            for child in children:
-                child.end()
+        for child in children:
+            stack.callback(child.end)
+        answers = [child.answers(len(requests)) for child in children]
+    return [dict(zip(COLUMNS, pair, strict=True)) for pair in zip(*answers, strict=True)]
+
+
+def _one_kind(questions: Sequence[Question]) -> tuple[tuple[int, int], int]:
+    """Capability and memory, in bytes, of the GPUs that all questions are about."""
+    kinds = {(q.capability, driver.board(q.capability).memory if q.memory is None else q.memory) for q in questions}
+    if len(kinds) != 1:
+        raise RehearsalError(f"one rehearsal is about GPUs of one kind, not of {len(kinds)}")
+    return kinds.pop()
 
 
 def _other_ranks(flags: Sequence[str]) -> int:
@@ -167,23 +185,19 @@ class Child:
             if self.output is not None:
                 self.output.write(f"{self.name}: {line}")
 
-    def answer(self) -> dict[str, Any]:
-        """Wait for the column; where the child dies without one, the column says so with its last lines."""
+    def answers(self, count: int) -> list[dict[str, Any]]:
+        """Wait for `count` answers; where the child dies before the last, the rest say so with its last lines."""
         try:
-            status = self.process.wait(timeout=TIMEOUT_S)
+            status = f"exit status {self.process.wait(timeout=TIMEOUT_S * count)}"
         except subprocess.TimeoutExpired:
             self.end()
-            status = f"no answer within {TIMEOUT_S:.0f} s"
+            status = f"not done within {TIMEOUT_S * count:.0f} s"
         self.reader.join(timeout=10)
-        if self.answer_file.is_file():
-            return json.loads(self.answer_file.read_text())
+        found = json.loads(self.answer_file.read_text()) if self.answer_file.is_file() else []
         last = "\n".join(list(self.said)[-8:])
-        return {
-            "boots": False,
-            "failure": {"stage": self.stage, "error": f"the process ended without an answer ({status}):\n{last}"},
-            "log": [],
-            "patches": [],
-        }
+        failure = {"stage": self.stage, "error": f"the process ended without an answer ({status}):\n{last}"}
+        lost = {"boots": False, "failure": failure, "log": [], "patches": []}
+        return found + [lost] * (count - len(found))
 
     def end(self) -> None:
         if self.process.poll() is None:

@@ -8,7 +8,7 @@ use the GPU, PyTorch's own error names the place.
 import gc
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,18 +18,42 @@ from torch.overrides import TorchFunctionMode
 from overlay.rehearsal.driver import PREFIX, Board
 
 
+_DEVICE_OF = torch.Tensor.device.__get__
+
+
 class WithoutMemory(TorchFunctionMode):
-    """Every tensor that is made for CUDA is a meta tensor: it has shape, type and stride, and takes no memory."""
+    """Every tensor that is made for CUDA is a meta tensor: it has shape, type and stride, and takes no memory.
+
+    What vLLM itself makes on the meta device (a vision tower that is switched off) is remembered: it would take no
+    memory on a GPU either.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weightless: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0].to("meta")
-        if "device" in kwargs:
-            kwargs["device"] = _off_cuda(kwargs["device"])
+        asked = kwargs.get("device")
+        if asked is not None:
+            kwargs["device"] = _off_cuda(asked)
         if func is torch.Tensor.to:
             args = tuple(_off_cuda(argument) for argument in args)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func == _DEVICE_OF:  # a buffer made on another's device must not pass for vLLM's own meta tensor
+            on_device = args[0].is_meta and args[0].untyped_storage()._cdata not in self.weightless
+            return torch.device("cuda", 0) if on_device else result
+        if asked is not None and kwargs["device"] is asked and isinstance(result, torch.Tensor) and result.is_meta:
+            self.weightless.add(result.untyped_storage()._cdata)
+        return result
+
+    def device_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes of the tensors' storages on the device; one that several share (tied weights, views) counts once."""
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        sizes = {storage._cdata: storage.nbytes() for storage in storages}
+        return sum(size for storage, size in sizes.items() if storage not in self.weightless)
 
 
 def _off_cuda(value: Any) -> Any:
@@ -76,19 +100,18 @@ def stand_in(board: Board, memory: int) -> None:
 
 
 @contextmanager
-def model_under_construction(dtype: torch.dtype) -> Iterator[None]:
+def model_under_construction(dtype: torch.dtype) -> Iterator[WithoutMemory]:
     """As vLLM's loader surrounds a model's constructor, on a device without memory."""
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    with ExitStack() as stack:
-        stack.enter_context(set_default_torch_dtype(dtype))
-        stack.enter_context(torch.device("meta"))
-        stack.enter_context(WithoutMemory())
-        yield
+    # The device context is inside: what it marks for CUDA then passes through the other.
+    with set_default_torch_dtype(dtype), WithoutMemory() as mode, torch.device("cuda"):
+        yield mode
 
 
-def join_parallel_groups(vllm_config: Any, rank: int) -> None:
-    """Set up vLLM's own parallel groups as `rank` of its world sees them, in this one process.
+@contextmanager
+def parallel_groups(vllm_config: Any, rank: int) -> Iterator[None]:
+    """vLLM's own parallel groups as `rank` of its world sees them, in this one process.
 
     The world is PyTorch's fake process group: every rank and size is right, nothing is ever sent. Device communicators
     and message queues need the other ranks, so groups get none.
@@ -98,12 +121,12 @@ def join_parallel_groups(vllm_config: Any, rank: int) -> None:
     from vllm.distributed import parallel_state
 
     parallel = vllm_config.parallel_config
-    real_new_group = torch.distributed.new_group
+    real = torch.distributed.new_group, parallel_state.GroupCoordinator, parallel_state._node_count
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **kwargs: Any) -> Any:
-        return real_new_group(ranks, timeout=timeout, backend="fake", **kwargs)
+        return real[0](ranks, timeout=timeout, backend="fake", **kwargs)
 
-    class Group(parallel_state.GroupCoordinator):
+    class Group(real[1]):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs |= {"use_device_communicator": False, "use_message_queue_broadcaster": False}
             super().__init__(*args, **kwargs)
@@ -111,25 +134,27 @@ def join_parallel_groups(vllm_config: Any, rank: int) -> None:
     torch.distributed.new_group = new_group
     parallel_state.GroupCoordinator = Group
     parallel_state._node_count = lambda group: parallel.nnodes
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.world_size_across_dp)
-    with set_current_vllm_config(vllm_config):
-        parallel_state.init_distributed_environment(parallel.world_size, rank, "rehearsal://", 0, "fake")
-        parallel_state.initialize_model_parallel(
-            parallel.tensor_parallel_size,
-            parallel.pipeline_parallel_size,
-            parallel.prefill_context_parallel_size,
-            parallel.decode_context_parallel_size,
-            backend="fake",
+    try:
+        torch.distributed.init_process_group(
+            "fake", store=FakeStore(), rank=rank, world_size=parallel.world_size_across_dp
         )
+        with set_current_vllm_config(vllm_config):
+            parallel_state.init_distributed_environment(parallel.world_size, rank, "rehearsal://", 0, "fake")
+            parallel_state.initialize_model_parallel(
+                parallel.tensor_parallel_size,
+                parallel.pipeline_parallel_size,
+                parallel.prefill_context_parallel_size,
+                parallel.decode_context_parallel_size,
+                backend="fake",
+            )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+        torch.distributed.new_group, parallel_state.GroupCoordinator, parallel_state._node_count = real
 
 
 def live_tensors() -> list[torch.Tensor]:
     """Every tensor alive that would be in device memory."""
     # type(), not isinstance: that asks an object for its __class__, and lazy modules answer by importing themselves.
     return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor) and found.is_meta]
-
-
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the tensors' storages; one that several share (tied weights, views) counts once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -1,14 +1,17 @@
 """The child of a rehearsal: takes vllm's own flags through vLLM's own configuration, model classes and KV planner.
 
-Runs under the stub driver, once stock and once with the overlay; `columns` starts it. It reads a Request from the file
-that is its first argument and writes the column to the second as JSON after every stage, so that what was found before
-a failure is kept. Lines on stderr that begin with PROGRESS are for the person who waits.
+Runs under the stub driver, once stock and once with the overlay; `columns` starts it. It reads a list of requests from
+the file that is its first argument and writes their answers to the second, after each of them, so that what was found
+before a crash is kept. Lines on stderr that begin with PROGRESS are for the person who waits.
 """
 
+import gc
 import json
 import logging
+import os
 import sys
 import traceback
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,8 +40,27 @@ class Rehearsal:
         self.request = request
         self.fields: dict[str, Any] = {"boots": False, "failure": None, "log": []}
         self.config: Any = None
+        self.kv_cache_config: Any = None
         self.models: list[Any] = []
+        self.stack = ExitStack()
         self.lines = _Lines(self.fields["log"])
+
+    def run(self) -> dict[str, Any]:
+        environ = dict(os.environ)  # vLLM's configuration writes into it what the next one would take for the user's
+        with self.stack:
+            for name, work in self.stages():
+                print(f"{PROGRESS}{name}", file=sys.stderr, flush=True)
+                try:
+                    work()
+                except Exception as error:
+                    traceback.print_exc()
+                    self.fields["failure"] = {"stage": name, "error": _in_words(error)}
+                    break
+        os.environ.clear()
+        os.environ.update(environ)
+        self.fields["boots"] = self.fields["failure"] is None
+        self.fields["patches"] = _patches()
+        return self.fields
 
     def stages(self) -> list[tuple[str, Any]]:
         return [
@@ -64,6 +86,7 @@ class Rehearsal:
             logger = logging.getLogger(name)
             if self.lines not in logger.handlers:
                 logger.addHandler(self.lines)
+                self.stack.callback(logger.removeHandler, self.lines)
 
     def configure(self) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -91,16 +114,17 @@ class Rehearsal:
 
         from overlay.rehearsal import device, reading
 
-        device.join_parallel_groups(self.config, rank=0)
-        self.fields["selections"] = reading.record_selections()
+        self.stack.enter_context(device.parallel_groups(self.config, rank=0))
+        self.fields["selections"] = self.stack.enter_context(reading.recorded_selections())
         speculative = self.config.speculative_config
-        with device.model_under_construction(self.config.model_config.dtype):
+        with device.model_under_construction(self.config.model_config.dtype) as pretended:
+            before = pretended.device_bytes(device.live_tensors())
             self.models.append(initialize_model(self.config))
             if speculative is not None and speculative.draft_model_config is not None:
                 self.models.append(self._draft(speculative.draft_model_config))
         current_platform.update_block_size_for_backend(self.config)
         self.fields |= reading.attention(self.config, self.fields["selections"])
-        self.fields |= reading.weights(self.models)
+        self.fields |= reading.weights(self.models, pretended, before)
         self.fields |= reading.experts(self.models)
         self.fields["indexer_topk"] = reading.indexer_topk(self.config)
 
@@ -180,22 +204,14 @@ class _Lines(logging.Handler):
             self.lines.append(line)
 
 
-def main(request_file: str, output_file: str) -> int:
-    """Go through the stages; 1 where one failed, with its name and error in the column."""
-    rehearsal = Rehearsal(Request(**json.loads(Path(request_file).read_text())))
-    fields = rehearsal.fields
-    for name, work in rehearsal.stages():
-        print(f"{PROGRESS}{name}", file=sys.stderr, flush=True)
-        try:
-            work()
-        except Exception as error:
-            traceback.print_exc()
-            fields["failure"] = {"stage": name, "error": _in_words(error)}
-            break
-    fields["boots"] = fields["failure"] is None
-    fields["patches"] = _patches()
-    Path(output_file).write_text(json.dumps(fields))
-    return 0 if fields["boots"] else 1
+def main(requests_file: str, answers_file: str) -> int:
+    """Answer every request of the file, in its order and in this one process."""
+    answers = []
+    for request in json.loads(Path(requests_file).read_text()):
+        answers.append(Rehearsal(Request(**request)).run())
+        Path(answers_file).write_text(json.dumps(answers))
+        gc.collect()  # a model refers to itself: without this it would count among the next one's buffers
+    return 0
 
 
 def _refuse(message: str) -> NoReturn:

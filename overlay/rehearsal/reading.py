@@ -5,12 +5,13 @@ something (0.30 to 0.33 differ), the field is None and not guessed.
 """
 
 import inspect
-import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
-from overlay.rehearsal.device import live_tensors, storage_bytes
+from overlay.rehearsal.device import WithoutMemory, live_tensors
 
 
 def configuration(config: Any) -> dict[str, Any]:
@@ -26,18 +27,21 @@ def configuration(config: Any) -> dict[str, Any]:
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "kv_cache_dtype_asked": config.cache_config.cache_dtype,
+        "rope_free": getattr(model.hf_text_config, "qk_rope_head_dim", None) == 0,
         "moe_backend_asked": getattr(config.kernel_config, "moe_backend", None),
     }
 
 
-def record_selections() -> list[dict[str, Any]]:
-    """Have every question to vLLM's attention selector written into the list that is returned, with its answer.
+@contextmanager
+def recorded_selections() -> Iterator[list[dict[str, Any]]]:
+    """A list that grows by every question to vLLM's attention selector inside the block, with its answer.
 
     The outermost call is recorded, so the overlay's wrapper is inside. The refusals are the platform's own, asked of
     it in the same place, where the model's configuration is current.
     """
     from vllm.platforms import current_platform
     from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention import selector
 
     platform = type(current_platform)
     select = platform.get_attn_backend_cls
@@ -60,8 +64,16 @@ def record_selections() -> list[dict[str, Any]]:
         selection["chosen"] = resolve_obj_by_qualname(path).get_name()
         return path
 
+    selector._cached_get_attn_backend.cache_clear()  # a cached answer would not be asked for again
+    own = vars(platform).get("get_attn_backend_cls")
     platform.get_attn_backend_cls = staticmethod(recorded)
-    return made
+    try:
+        yield made
+    finally:
+        if own is None:
+            del platform.get_attn_backend_cls
+        else:
+            platform.get_attn_backend_cls = own
 
 
 def _refusals(platform: Any, layer: Any, num_heads: int | None) -> dict[str, list[str]]:
@@ -106,10 +118,13 @@ def _prefill_workspace(layer: Any) -> int:
     return tokens and tokens * layer.num_heads * (layer.qk_nope_head_dim + layer.v_head_dim) * 2
 
 
-def weights(models: list[Any]) -> dict[str, Any]:
-    """Bytes of rank 0: the parameters that vLLM would load, and what else the built model keeps on the device."""
-    parameters = storage_bytes(parameter for model in models for parameter in model.parameters())
-    return {"weight_bytes": parameters, "buffer_bytes": storage_bytes(live_tensors()) - parameters}
+def weights(models: list[Any], device: WithoutMemory, before: int) -> dict[str, Any]:
+    """Bytes of rank 0: the parameters that vLLM would load, and what else the built model keeps on the device.
+
+    `before` is what was alive on it before the model was built.
+    """
+    parameters = device.device_bytes(parameter for model in models for parameter in model.parameters())
+    return {"weight_bytes": parameters, "buffer_bytes": device.device_bytes(live_tensors()) - before - parameters}
 
 
 def experts(models: list[Any]) -> dict[str, Any]:
@@ -205,6 +220,7 @@ def kv_plan(config: Any, kv_cache_config: Any) -> dict[str, Any]:
 
 def graphs(config: Any, model: Any, kv_cache_config: Any) -> dict[str, Any]:
     """CUDA-graph mode after vLLM's own resolution against the weakest attention backend."""
+    from vllm import envs
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.worker.gpu.cudagraph_utils import has_compiled_submodule
 
@@ -217,7 +233,7 @@ def graphs(config: Any, model: Any, kv_cache_config: Any) -> dict[str, Any]:
         support = backend.get_builder_cls().get_cudagraph_support(config, spec)
         if support.value < weakest.value:
             weakest, by = support, backend.__name__
-    breakable = os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH") == "1"
+    breakable = bool(getattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", False))
     speculative = config.speculative_config
     offered = {
         "min_cg_support": weakest,

@@ -1,5 +1,6 @@
 """Two rehearsed columns as text and as findings: pure functions of what `columns.ask` returned."""
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ from overlay.checkpoint.findings import Finding, error, info, warning
 from overlay.table import table
 
 GIB = 1024**3
+WIDTH = 120
 Column = Mapping[str, Any]
 
 
@@ -71,7 +73,7 @@ ROWS: tuple[tuple[str, Callable[[Column], object]], ...] = (
 
 def why(name: str, column: Column) -> str:
     """The reasons of one column: the selector's refusals, what the overlay said, and what stopped it."""
-    lines = [f"{name}: why"]
+    lines = []
     for selection in column.get("selections", ()):
         asked = f"head size {selection['head_size']}, KV {selection['kv_cache_dtype']}"
         lines.append(f"  {asked}: {selection['chosen'] or 'no backend'}")
@@ -79,7 +81,8 @@ def why(name: str, column: Column) -> str:
     lines += [f"  {line}" for line in column["log"]]
     if column["failure"]:
         lines.append(f"  would not boot: {column['failure']['error']}")
-    return "\n".join(lines) if len(lines) > 1 else f"{name}: nothing to explain"
+    wrapped = [textwrap.fill(line, WIDTH, subsequent_indent="      ") for line in lines]
+    return "\n".join([f"{name}: why", *(wrapped or ["  nothing to explain"])])
 
 
 def memory(name: str, column: Column) -> str:
@@ -92,8 +95,10 @@ def memory(name: str, column: Column) -> str:
         ("allowance for activations, graphs, CUDA, NCCL", budget["allowance"]),
     )
     start = f"{name}: {budget['memory'] / GIB:.2f} GiB x gpu_memory_utilization {budget['utilization']:g}"
-    subtracted = "".join(f" - {size / GIB:.2f} ({what})" for what, size in terms)
-    return f"{start}{subtracted} = {budget['kv_cache'] / GIB:.2f} GiB for the KV cache"
+    subtracted = "".join(f" - {size / GIB:.2f} ({what})" for what, size in terms if size)
+    return textwrap.fill(
+        f"{start}{subtracted} = {budget['kv_cache'] / GIB:.2f} GiB for the KV cache", WIDTH, subsequent_indent="  "
+    )
 
 
 def _finding(finding: Finding) -> str:
@@ -106,24 +111,30 @@ def findings(stock: Column, overlay: Column) -> list[Finding]:
     if not overlay["boots"]:
         found.append(_no_boot(overlay))
     elif not stock["boots"]:
-        at, said = stock["failure"]["stage"], stock["failure"]["error"]
+        at, said = _failure(stock)
         found.append(
             warning("stock_boot", f"stock vLLM would not boot, at {at}: {said}", "no server", "run with the overlay")
         )
     if stock.get("kv_cache_dtype") == "fp8_ds_mla" and stock["kv_cache_dtype_asked"] != "fp8_ds_mla":
+        cure = "with the overlay, --kv-cache-dtype bfloat16 (exact rows) or fp8 (rows of 512 bytes)"
         found.append(
             warning(
                 "kv_cache_rewritten",
                 f"stock vLLM silently stores fp8_ds_mla rows where {stock['kv_cache_dtype_asked']} was asked for",
                 f"{stock['row_bytes']} bytes a token and layer, block-scaled fp8",
-                "--kv-cache-dtype bfloat16 (exact) or fp8 (512 bytes) with the overlay",
+                cure if stock["rope_free"] else "none: the overlay's backend serves models without rope only",
             )
         )
     return found + _capacity(stock, overlay)
 
 
+def _failure(column: Column) -> tuple[str, str]:
+    """Where a column ended, and the beginning of what vLLM said; the whole of it is in the column."""
+    return column["failure"]["stage"], textwrap.shorten(column["failure"]["error"], 200, placeholder=" ...")
+
+
 def _no_boot(overlay: Column) -> Finding:
-    at, said = overlay["failure"]["stage"], overlay["failure"]["error"]
+    at, said = _failure(overlay)
     cure = "see the message; `python -m overlay status` shows the patches"
     if overlay.get("budget", {}).get("kv_cache", 1) <= 0:
         cure = "more GPUs (--tp), a smaller or quantised checkpoint, or a higher --gpu-memory-utilization"
