@@ -53,20 +53,21 @@ class Question:
 Columns = dict[str, dict[str, Any]]
 
 
-def ask(question: Question, **how: Any) -> Columns:
+def ask(question: Question, progress: Callable[[str], None] = lambda line: None, **how: Any) -> Columns:
     """Column name -> what vLLM would do (planner.Rehearsal.fields); `how` as in `ask_all`."""
-    return ask_all([question], **how)[0]
+    return ask_all([question], progress, **how)[0]
 
 
 def ask_all(
     questions: Sequence[Question],
     progress: Callable[[str], None] = lambda line: None,
+    columns: Sequence[str] = COLUMNS,
     base: Mapping[str, str] = os.environ,
     output: IO[str] | None = None,
 ) -> list[Columns]:
     """The columns of several questions about one kind of GPU, for the price of importing vLLM once for each column.
 
-    Both children run at once. `progress` is told each stage; `output` receives all that the children print. Raises
+    The children of `columns` run at once. `progress` is told each stage; `output` receives all that the children print. Raises
     RehearsalError for a model that cannot be read, DriverError where the stub driver cannot be built.
     """
     capability, memory = _one_kind(questions)
@@ -88,12 +89,12 @@ def ask_all(
         request_file.write_text(json.dumps([asdict(request) for request in requests]))
         children = [
             Child(name, request_file, scratch / f"{name}.json", _column_environment(name, env), progress, output)
-            for name in COLUMNS
+            for name in columns
         ]
         for child in children:
             stack.callback(child.end)
         answers = [child.answers(len(requests)) for child in children]
-    return [dict(zip(COLUMNS, pair, strict=True)) for pair in zip(*answers, strict=True)]
+    return [dict(zip(columns, pair, strict=True)) for pair in zip(*answers, strict=True)]
 
 
 def _one_kind(questions: Sequence[Question]) -> tuple[tuple[int, int], int]:
