@@ -47,14 +47,23 @@ __device__ __forceinline__ void list_live_tiles(Shared<S>& sm, int columns) {
   if (lane == 0) sm.tiles_live = count;
 }
 
-// Fetches the indices of live tile number `position` into the ring; called by one warp, travels with that warp's next group.
+// A column outside the row, in the last tile, must not pass for index 0.
+constexpr int kNoRow = -1;
+
+// Fetches the indices of 32 columns, one or two live tiles from number `position` on, into the ring. One warp does it; the copies
+// travel with that warp's next group.
 template <class S>
-__device__ __forceinline__ void prefetch_indices(Shared<S>& sm, const int* __restrict__ idx, int columns, int position,
-                                                 int tiles) {
-  const int lane = threadIdx.x % 32;
+__device__ __forceinline__ void prefetch_indices(Shared<S>& sm, const int* __restrict__ idx, int columns, int position, int tiles) {
+  const int lane = threadIdx.x % 32, row = lane % S::kRows;
+  position += lane / S::kRows;
   if (position >= tiles) return;
-  const int column = sm.list[position] * S::kRows + lane;
-  if (lane < S::kRows && column < columns) copy4_async(shared_address(&sm.ring[position % S::kRing][lane]), idx + column);
+  const int column = sm.list[position] * S::kRows + row;
+  int* entry = &sm.ring[position % S::kRing][row];
+  if (column < columns) {
+    copy4_async(shared_address(entry), idx + column);
+  } else {
+    *entry = kNoRow;
+  }
 }
 
 // The first indices, by the whole block. Plain loads: the scan has just brought these lines into L1.
@@ -65,6 +74,6 @@ __device__ __forceinline__ void fill_ring(Shared<S>& sm, const int* __restrict__
     const int position = i / S::kRows, row = i % S::kRows;
     if (position >= tiles) break;
     const int column = sm.list[position] * S::kRows + row;
-    if (column < columns) sm.ring[position][row] = __ldg(idx + column);
+    sm.ring[position][row] = column < columns ? __ldg(idx + column) : kNoRow;
   }
 }

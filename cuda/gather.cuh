@@ -7,55 +7,51 @@ __device__ __forceinline__ u32 swizzled(int row, int chunk, int row_bytes) {
   return static_cast<u32>(row * row_bytes + ((chunk ^ (row & 7)) << 4));
 }
 
-// What a lane copies of one tile: its rows, and which of them are live.
+// What a lane copies of one tile: one chunk of each of its rows.
 template <class S>
 struct TileRows {
   static constexpr int kLanesPerRow = S::kRowChunks;
-  static constexpr int kCount = S::kRows / S::kGroups / (32 / kLanesPerRow);  // rows of a lane
+  static constexpr int kCount = S::kRows / S::kGroups / (32 / kLanesPerRow);
   int row[kCount];
-  u32 live;
 
+  __device__ __forceinline__ static int chunk() { return threadIdx.x % 32 % kLanesPerRow; }
   __device__ __forceinline__ static int first(int group) {
     return group * (S::kRows / S::kGroups) + threadIdx.x % 32 / kLanesPerRow * kCount;
   }
+
+  // From the ring, apart from the copies: the compiler may not move a load over a copy, and eight times the latency of shared
+  // memory one after the other cost more than the products.
+  __device__ __forceinline__ void read(const Shared<S>& sm, int group, int position) {
+    const int2* indices = reinterpret_cast<const int2*>(&sm.ring[position % S::kRing][first(group)]);
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      const int2 pair = indices[i];
+      row[2 * i] = pair.x;
+      row[2 * i + 1] = pair.y;
+    }
+  }
 };
 
-// Reads from the ring what `gather_tile` needs for live tile number `position`. Apart from the copies, because the compiler may
-// not move a load over a copy: eight times the latency of shared memory, one after the other, cost more than the products.
-template <class S>
-__device__ __forceinline__ TileRows<S> read_rows(const Shared<S>& sm, int group, int position, int tiles) {
-  TileRows<S> rows;
-  rows.live = 0;
-  if (position < tiles) {
-    const int first = TileRows<S>::first(group);
-    const int2* indices = reinterpret_cast<const int2*>(&sm.ring[position % S::kRing][first]);
-#pragma unroll
-    for (int i = 0; i < TileRows<S>::kCount / 2; ++i) {
-      const int2 pair = indices[i];
-      rows.row[2 * i] = pair.x;
-      rows.row[2 * i + 1] = pair.y;
-    }
-    rows.live = live_rows(sm, sm.list[position]) >> first;
-  }
-  return rows;
-}
+// The latent rows as one lane sees them.
+struct Source {
+  const u8* base;  // this lane's chunk of row 0
+  u32 stride;
+  u32 rows;
+};
 
-// This warp's share of a tile: its slice of the rows, or half of the rows when two warps share the slice. `kv` points at the
-// slice of row 0. Rows without a valid index become zeros and are never read. Always commits a group, so that the count of
-// groups says which tile has arrived.
+// This warp's share of a tile: its slice of the rows, or half of the rows when two warps share the slice. Rows without a valid
+// index become zeros and are never read. Always commits a group, so that the count of groups says which tile has arrived.
 template <class S>
-__device__ __forceinline__ void gather_tile(Shared<S>& sm, const u8* __restrict__ kv, u32 kv_stride, int slice, int group,
-                                            int position, int tiles, const TileRows<S>& rows) {
+__device__ __forceinline__ void gather_tile(Shared<S>& sm, const Source& source, int slice, int group, int position, int tiles,
+                                            const TileRows<S>& rows) {
   if (position < tiles) {
-    const int chunk = threadIdx.x % 32 % TileRows<S>::kLanesPerRow;
-    const int first = TileRows<S>::first(group);
+    const int first = TileRows<S>::first(group), chunk = TileRows<S>::chunk();
     const u32 slot = shared_address(&sm.tiles[slice][position % S::kSlots * S::kTileBytes]);
-    kv += 16 * chunk;
 #pragma unroll
     for (int i = 0; i < TileRows<S>::kCount; ++i) {
-      const bool on = rows.live & (1u << i);
-      const u64 row = on ? static_cast<u32>(rows.row[i]) : 0u;
-      copy16_async(slot + swizzled(first + i, chunk, S::kSliceBytes), kv + row * kv_stride, on);
+      const u32 row = rows.row[i];
+      copy16_async(slot + swizzled(first + i, chunk, S::kSliceBytes), source.base + static_cast<u64>(row) * source.stride,
+                   row < source.rows);
     }
   }
   commit_copies();

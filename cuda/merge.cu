@@ -6,6 +6,14 @@
 
 constexpr int kMaxSplits = 32;
 constexpr int kMergeWarps = 4;
+constexpr int kInFlight = 16;  // fragments that a lane asks for at once
+
+__device__ __forceinline__ void fetch(float4 (&part)[kInFlight], const float4* __restrict__ source, i64 step, int count) {
+#pragma unroll
+  for (int i = 0; i < kInFlight; ++i) {
+    if (i < count) part[i] = __ldg(source + i * step);
+  }
+}
 
 // Grid: x = token, head block, head tile (last fastest); y = groups of kMergeWarps fragments of the 32 in a head tile.
 extern "C" __global__ void __launch_bounds__(32 * kMergeWarps)
@@ -20,6 +28,13 @@ extern "C" __global__ void __launch_bounds__(32 * kMergeWarps)
   const int token = blockIdx.x / head_tiles / head_blocks;
   const i64 first_block = static_cast<i64>(token) * splits * head_blocks + head_block;
 
+  const int fragment = blockIdx.y * kMergeWarps + warp, slice = fragment / kDimTiles, d = fragment % kDimTiles;
+  const int group = head_tile / group_tiles;
+  const i64 step = static_cast<i64>(head_blocks) * block_heads * (kLatent / 4);
+  const float4* source = partial_output + first_block * block_heads * (kLatent / 4) +
+                         (((group * kSlices + slice) * kDimTiles + d) * group_tiles + head_tile % group_tiles) * 32 + lane;
+  float4 part[kInFlight];
+  fetch(part, source, step, splits);  // before anything else: a merge is two latencies long, or three
   for (int i = threadIdx.x; i < splits * 8; i += 32 * kMergeWarps) {
     sums[i / 8][i % 8] = partial_sums[(first_block + static_cast<i64>(i / 8) * head_blocks) * block_heads + 8 * head_tile + i % 8];
   }
@@ -30,23 +45,23 @@ extern "C" __global__ void __launch_bounds__(32 * kMergeWarps)
     maximum[1] = fmaxf(maximum[1], sums[i][2 * j + 1].x);
   }
 
-  const int fragment = blockIdx.y * kMergeWarps + warp, slice = fragment / kDimTiles, d = fragment % kDimTiles;
-  const int group = head_tile / group_tiles;
-  const i64 step = static_cast<i64>(head_blocks) * block_heads * (kLatent / 4);
-  const float4* source = partial_output + first_block * block_heads * (kLatent / 4) +
-                         (((group * kSlices + slice) * kDimTiles + d) * group_tiles + head_tile % group_tiles) * 32 + lane;
   float sum[2] = {0.0f, 0.0f};
   float merged[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 8
-  for (int i = 0; i < splits; ++i) {
-    const float4 part = __ldg(source + i * step);
-    const float first = exp2_approx(sums[i][2 * j].x - maximum[0]), second = exp2_approx(sums[i][2 * j + 1].x - maximum[1]);
-    sum[0] += first * sums[i][2 * j].y;
-    sum[1] += second * sums[i][2 * j + 1].y;
-    merged[0] += first * part.x;
-    merged[1] += second * part.y;
-    merged[2] += first * part.z;
-    merged[3] += second * part.w;
+  for (int first = 0; first < splits; first += kInFlight) {
+    if (first > 0) fetch(part, source + first * step, step, splits - first);
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (first + i < splits) {
+        const float2 even = sums[first + i][2 * j], odd = sums[first + i][2 * j + 1];
+        const float factor[2] = {exp2_approx(even.x - maximum[0]), exp2_approx(odd.x - maximum[1])};
+        sum[0] += factor[0] * even.y;
+        sum[1] += factor[1] * odd.y;
+        merged[0] += factor[0] * part[i].x;
+        merged[1] += factor[1] * part[i].y;
+        merged[2] += factor[0] * part[i].z;
+        merged[3] += factor[1] * part[i].w;
+      }
+    }
   }
   const int row = head_block * block_heads + 8 * head_tile;
   const float norm[2] = {sum[0] == 0.0f ? 0.0f : 1.0f / sum[0], sum[1] == 0.0f ? 0.0f : 1.0f / sum[1]};

@@ -111,9 +111,9 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], const u32 
 // Partial scores of this warp's slice. `tile` is the shared address of the slice of the tile, a multiple of 256.
 template <class S>
 __device__ __forceinline__ void multiply_keys(Scores<S>& s, const Query<S>& q, u32 tile) {
-  // With one or two head tiles a single accumulator is a chain of eight dependent MMAs: two sets hide half of its latency.
-  // From four head tiles on the second set only costs registers.
-  constexpr int kSets = S::kHeadTiles * S::kRowTiles <= 2 ? 2 : 1;
+  // A single accumulator is a chain of eight dependent MMAs. Where there are few of them side by side, more sets shorten the
+  // chain; from four on they only cost registers.
+  constexpr int kSets = S::kHeadTiles * S::kRowTiles >= 4 ? 1 : 4 / (S::kHeadTiles * S::kRowTiles);
   const int lane = threadIdx.x % 32;
   float sets[kSets][S::kRowTiles][S::kHeadTiles][4] = {};
 #pragma unroll
@@ -129,9 +129,9 @@ __device__ __forceinline__ void multiply_keys(Scores<S>& s, const Query<S>& q, u
         unpack_e4m3(bytes[2], odd[0], odd[2]);
         unpack_e4m3(bytes[3], odd[1], odd[3]);
 #pragma unroll
-        for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(sets[0][r][n], even, q[k][n]);
+        for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(sets[k % kSets][r][n], even, q[k][n]);
 #pragma unroll
-        for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(sets[kSets - 1][r][n], odd, q[k + 1][n]);
+        for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(sets[(k + 1) % kSets][r][n], odd, q[k + 1][n]);
       }
     } else {
 #pragma unroll
@@ -148,42 +148,56 @@ __device__ __forceinline__ void multiply_keys(Scores<S>& s, const Query<S>& q, u
 #pragma unroll
     for (int n = 0; n < S::kHeadTiles; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[r][n][i] = kSets == 2 ? sets[0][r][n][i] + sets[1][r][n][i] : sets[0][r][n][i];
+      for (int i = 0; i < 4; ++i) {
+        s[r][n][i] = sets[0][r][n][i];
+        if constexpr (kSets == 2) s[r][n][i] += sets[1][r][n][i];
+        if constexpr (kSets == 4) s[r][n][i] = (s[r][n][i] + sets[1][r][n][i]) + (sets[2][r][n][i] + sets[3][r][n][i]);
+      }
     }
   }
 }
 
-// o += V^T P^T over the rows of a tile. An e4m3 fragment holds two rows of two neighbouring dims: one byte permutation pairs the
-// rows, so dim 2c of a tile of 16 becomes row c of the MMA and dim 2c+1 row c+8.
+// A operands of the second product for one row tile; e4m3 as it lies in memory, two tiles of 16 dims to four registers.
 template <class S>
-__device__ __forceinline__ void multiply_values(Output<S>& o, const Weights<S>& p, u32 tile) {
+using Values = u32[kDimTiles / (S::kFp8 ? 2 : 1)][4];
+
+template <class S>
+__device__ __forceinline__ void load_values(Values<S>& v, int r, u32 tile) {
   const int lane = threadIdx.x % 32;
+  if constexpr (S::kFp8) {
+    const u32 row = tile + swizzled(16 * r + lane % 16, lane / 16, S::kSliceBytes);
 #pragma unroll
-  for (int r = 0; r < S::kRowTiles; ++r) {
-    if constexpr (S::kFp8) {
-      const u32 row = tile + swizzled(16 * r + lane % 16, lane / 16, S::kSliceBytes);
+    for (int d = 0; d < kDimTiles; d += 2) load_matrices_transposed(v[d / 2], row ^ (d << 4));
+  } else {
+    const u32 row = tile + swizzled(16 * r + lane % 8 + lane / 16 * 8, lane / 8 % 2, S::kSliceBytes);
 #pragma unroll
-      for (int d = 0; d < kDimTiles; d += 2) {
-        u32 bytes[4], even[4], odd[4];
-        load_matrices_transposed(bytes, row ^ (d << 4));
-        unpack_e4m3(__byte_perm(bytes[0], 0, 0x3120), even[0], even[1]);
-        unpack_e4m3(__byte_perm(bytes[1], 0, 0x3120), even[2], even[3]);
-        unpack_e4m3(__byte_perm(bytes[2], 0, 0x3120), odd[0], odd[1]);
-        unpack_e4m3(__byte_perm(bytes[3], 0, 0x3120), odd[2], odd[3]);
+    for (int d = 0; d < kDimTiles; ++d) load_matrices_transposed(v[d], row ^ (d << 5));
+  }
+}
+
+// o += V^T P^T over one row tile. An e4m3 fragment holds two rows of two neighbouring dims: one byte permutation pairs the rows,
+// so dim 2c of a tile of 16 becomes row c of the MMA and dim 2c+1 row c+8.
+template <class S>
+__device__ __forceinline__ void multiply_values(Output<S>& o, const Weights<S>& p, int r, const Values<S>& v) {
+  if constexpr (S::kFp8) {
 #pragma unroll
-        for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(o[d][n], even, p[r][n]);
+    for (int d = 0; d < kDimTiles; d += 2) {
+      const u32(&bytes)[4] = v[d / 2];
+      u32 even[4], odd[4];
+      unpack_e4m3(__byte_perm(bytes[0], 0, 0x3120), even[0], even[1]);
+      unpack_e4m3(__byte_perm(bytes[1], 0, 0x3120), even[2], even[3]);
+      unpack_e4m3(__byte_perm(bytes[2], 0, 0x3120), odd[0], odd[1]);
+      unpack_e4m3(__byte_perm(bytes[3], 0, 0x3120), odd[2], odd[3]);
 #pragma unroll
-        for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(o[d + 1][n], odd, p[r][n]);
-      }
-    } else {
-      const u32 row = tile + swizzled(16 * r + lane % 8 + lane / 16 * 8, lane / 8 % 2, S::kSliceBytes);
+      for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(o[d][n], even, p[r][n]);
 #pragma unroll
-      for (int d = 0; d < kDimTiles; ++d) {
-        u32 values[4];
-        load_matrices_transposed(values, row ^ (d << 5));
+      for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(o[d + 1][n], odd, p[r][n]);
+    }
+  } else {
 #pragma unroll
-        for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(o[d][n], values, p[r][n]);
-      }
+    for (int d = 0; d < kDimTiles; ++d) {
+#pragma unroll
+      for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(o[d][n], v[d], p[r][n]);
     }
   }
 }

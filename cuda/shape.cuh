@@ -29,6 +29,9 @@ struct Shape {
   // Up to 16 heads every warp sums and exponentiates all scores itself: one barrier a tile. With 32 heads a group the sums
   // would cost more shared-memory traffic than the tile, so each warp finishes one n8 tile and hands the weights round.
   static constexpr bool kReplicated = kHeadTiles <= 2;
+  // Two buffers of partial scores, used in turn, save the barrier between reading one tile's and writing the next; they are
+  // affordable up to 4 KB each.
+  static constexpr int kBuffers = kReplicated && kHeadTiles * kRowTiles <= 2 ? 2 : kGroups;
 
   static constexpr int kSliceBytes = kSliceDims * (Fp8 ? 1 : 2);
   static constexpr int kRowChunks = kSliceBytes / 16;
@@ -49,10 +52,10 @@ template <class S>
 struct Shared {
   // [slice][slot][row][chunk]; before the first tile it holds Q, after the last one the output: [slice][head][chunk].
   alignas(256) u8 tiles[kSlices][S::kSliceRegion];
-  // Partial scores in fragment order. Replicated: two buffers, so that one barrier a tile is enough.
-  float4 partial[S::kReplicated ? 2 : S::kGroups][kSlices][S::kRowTiles][S::kHeadTiles][32];
-  // Weights in the order of the MMA's B operand, and what the owner of a head tile decided.
-  uint2 weights[S::kReplicated ? 1 : S::kGroups][S::kRowTiles][S::kHeadTiles][32];
+  // Partial scores in fragment order, per group or in turn.
+  float4 partial[S::kBuffers][kSlices][S::kRowTiles][S::kHeadTiles][32];
+  // Weights in the order of the MMA's B operand, two head tiles together, and what the owner of a head tile decided.
+  uint4 weights[S::kGroups][S::kRowTiles][(S::kHeadTiles + 1) / 2][32];
   float rescale[S::kHeads];
   float norm[S::kHeads];
   int grown[S::kGroups][4];

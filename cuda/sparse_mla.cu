@@ -85,7 +85,7 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
   const int first_column = blockIdx.y * a.split_columns;
   const int columns = max(0, min(a.columns - first_column, a.split_columns));
   const int* idx = a.indices + token * a.index_stride + first_column;
-  const u8* kv = a.kv + slice * S::kSliceBytes;
+  const Source source = {a.kv + slice * S::kSliceBytes + 16 * TileRows<S>::chunk(), a.kv_stride, static_cast<u32>(a.rows)};
 
   // Q and the index columns are fetched together: two latencies in one.
   u8* stage = staging(sm, slice, group);
@@ -127,48 +127,67 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
   // block: its tile has arrived, and its slot is free, after the barrier that hands the weights round.
   constexpr bool kPrivate = S::kGroups == 1;
   constexpr int kFirst = kPrivate ? S::kSlots : S::kSlots - 1;  // tiles asked for before the loop
+  TileRows<S> next;
 #pragma unroll
   for (int t = 0; t < kFirst; ++t) {
-    gather_tile(sm, kv, a.kv_stride, slice, group, t, tiles, read_rows(sm, group, t, tiles));
+    next.read(sm, group, t);
+    gather_tile(sm, source, slice, group, t, tiles, next);
   }
   if constexpr (!kPrivate) {
     wait_copies<S::kSlots - 2>();
     __syncthreads();
   }
+  const auto gather_next = [&](int t) {
+    constexpr int kTilesPerFetch = 32 / S::kRows;
+    if (t % kTilesPerFetch == 0 && t / kTilesPerFetch % S::kWarps == warp) prefetch_indices(sm, idx, columns, t + S::kRing, tiles);
+    gather_tile(sm, source, slice, group, t + kFirst, tiles, next);
+  };
+  u32 live = live_rows(sm, tiles > 0 ? sm.list[0] : 0);
   for (int t = 0; t < tiles; ++t) {
     const u32 tile = shared_address(&sm.tiles[slice][t % S::kSlots * S::kTileBytes]);
-    const u32 live = live_rows(sm, sm.list[t]);
+    const float limit = weight_limit(t);
     if constexpr (kPrivate) {
       wait_copies<S::kSlots - 1>();
       __syncwarp();
     }
-    TileRows<S> next;
-    if constexpr (!kPrivate) next = read_rows(sm, group, t + kFirst, tiles);
     Scores<S> s;
     multiply_keys<S>(s, q, tile);
     Weights<S> p;
     if constexpr (S::kReplicated) {
-      publish_scores<S>(sm, s, t % 2, slice);
+      if constexpr (S::kBuffers == 1) __syncthreads();  // everyone has read the scores of the tile before
+      const int buffer = t % S::kBuffers;
+      publish_scores<S>(sm, s, buffer, slice);
+      Values<S> v[S::kRowTiles];  // registers allow it here: loaded while the others arrive
+#pragma unroll
+      for (int r = 0; r < S::kRowTiles; ++r) load_values<S>(v[r], r, tile);
+      next.read(sm, group, t + kFirst);
       __syncthreads();
-      weigh_all<S>(sm, t % 2, scale, live, running, o, p);
+      sum_scores<S>(s, sm, buffer);
+      gather_next(t);  // the values are in registers: the slot is free long before the tile is done
+      weigh_all<S>(s, scale, live, limit, running, o, p);
+      live = live_rows(sm, sm.list[min(t + 1, tiles - 1)]);
+#pragma unroll
+      for (int r = 0; r < S::kRowTiles; ++r) multiply_values<S>(o, p, r, v[r]);
     } else {
       publish_scores<S>(sm, s, group, slice);
       named_barrier<32 * kSlices>(1 + group);
-      weigh_own<S>(sm, slice, group, scale, live, running);
+      weigh_own<S>(sm, slice, group, scale, live, limit, running);
+      live = live_rows(sm, sm.list[min(t + 1, tiles - 1)]);
+      next.read(sm, group, t + kFirst);
       if constexpr (!kPrivate) wait_copies<S::kSlots - 3>();
       __syncthreads();
       collect_weights<S>(sm, group, o, p);
+      if constexpr (!kPrivate) gather_next(t);
+#pragma unroll
+      for (int r = 0; r < S::kRowTiles; ++r) {
+        Values<S> v;
+        load_values<S>(v, r, tile);
+        multiply_values<S>(o, p, r, v);
+      }
     }
-    if constexpr (kPrivate) {
-      next = read_rows(sm, group, t + kFirst, tiles);
-      multiply_values<S>(o, p, tile);
-      __syncwarp();
-      if (warp == 0) prefetch_indices(sm, idx, columns, t + S::kRing, tiles);
-      gather_tile(sm, kv, a.kv_stride, slice, group, t + kFirst, tiles, next);
-    } else {
-      if (warp == 0) prefetch_indices(sm, idx, columns, t + S::kRing, tiles);
-      gather_tile(sm, kv, a.kv_stride, slice, group, t + kFirst, tiles, next);
-      multiply_values<S>(o, p, tile);
+    if constexpr (kPrivate && !S::kReplicated) {
+      __syncwarp();  // the warp has read the slot that is filled again
+      gather_next(t);
     }
   }
   wait_copies<0>();

@@ -41,12 +41,12 @@ class Variant:
     def shared_bytes(self) -> int:
         """Dynamic shared memory, field by field as `Shared` in cuda/shape.cuh; the compiler checks that they agree."""
         head_tiles = self.heads // self.groups // 8
-        fragments = self.tile_rows // 16 * head_tiles * 32  # lanes' fragments of the scores of one group
-        replicated = head_tiles <= 2
+        row_tiles = self.tile_rows // 16
+        buffers = 2 if head_tiles * row_tiles <= 2 else self.groups
         element = 1 if self.kv_dtype == "fp8" else 2
         tiles = SLICES * max(self.slots * self.tile_rows * element, self.heads * 2) * (LATENT // SLICES)
-        partial = (2 if replicated else self.groups) * SLICES * fragments * 16
-        weights = (1 if replicated else self.groups) * fragments * 8
+        partial = buffers * SLICES * row_tiles * head_tiles * 32 * 16
+        weights = self.groups * row_tiles * -(-head_tiles // 2) * 32 * 16
         decisions = 2 * self.heads * 4 + self.groups * 16
         columns = 256 * 4 + MAX_COLUMNS // 32 * 4 + MAX_COLUMNS // 16 * 2
         query = (SLICES if self.kv_dtype == "fp8" else 1) * self.heads * 4
@@ -66,7 +66,7 @@ VARIANTS = (
     Variant(32, "bf16", tile_rows=16, slots=2, blocks=2),
     Variant(64, "bf16", tile_rows=16, slots=4, blocks=1),
     Variant(8, "fp8", tile_rows=32, slots=2, blocks=2),
-    Variant(16, "fp8", tile_rows=16, slots=4, blocks=2),
+    Variant(16, "fp8", tile_rows=32, slots=2, blocks=2),
     Variant(32, "fp8", tile_rows=16, slots=4, blocks=2),
     Variant(64, "fp8", tile_rows=16, slots=8, blocks=1),
 )
