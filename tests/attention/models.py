@@ -3,9 +3,11 @@
 Runs inside the child processes of these tests, with whatever vLLM is first on their path.
 """
 
+import importlib
 import json
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from overlay.checkpoint import tiny_config
@@ -86,9 +88,12 @@ def write(config: dict, folder: Path) -> str:
 def import_vllm() -> None:
     """Import the vLLM that is first on the path. Releases before 0.33 bring a DeepGEMM built for another torch; nothing
     here runs it, so a library that cannot be loaded is replaced by an empty module of that name."""
-    import vllm
+    import vllm.third_party
 
+    name = "vllm.third_party.deep_gemm"
     try:
-        import vllm.third_party.deep_gemm  # noqa: F401
+        importlib.import_module(name)
     except (ImportError, OSError):
-        sys.modules["vllm.third_party.deep_gemm"] = types.ModuleType("vllm.third_party.deep_gemm")
+        empty = types.ModuleType(name)
+        empty.__spec__ = ModuleSpec(name, None)
+        sys.modules[name] = vllm.third_party.deep_gemm = empty
