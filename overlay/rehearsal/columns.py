@@ -67,7 +67,7 @@ def ask_all(
 ) -> list[Columns]:
     """The columns of several questions about one kind of GPU, for the price of importing vLLM once for each column.
 
-    The children of `columns` run at once. `progress` is told each stage; `output` receives all that the children print. Raises
+    The children of `columns` run at once. `progress` is told each stage; `output` receives all that they print. Raises
     RehearsalError for a model that cannot be read, DriverError where the stub driver cannot be built.
     """
     capability, memory = _one_kind(questions)

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 
 from overlay.rehearsal.driver import PREFIX, Board
 
-
 _DEVICE_OF = torch.Tensor.device.__get__
 
 

@@ -19,15 +19,36 @@ def as_json(columns: Mapping[str, Column], findings: Sequence[Finding]) -> dict[
 
 def as_text(columns: Mapping[str, Column], findings: Sequence[Finding]) -> str:
     """The columns side by side, why each backend was chosen or refused, the memory sum, the patches, the findings."""
+    parts = [side_by_side(columns), reasons(columns), patches(columns["overlay"]), told(findings)]
+    return "\n\n".join(filter(None, parts))
+
+
+def side_by_side(columns: Mapping[str, Column]) -> str:
+    """One line for each fact that at least one column has."""
     rows = [(label, *(_cell(show, column) for column in columns.values())) for label, show in ROWS]
-    parts = [table(("", *columns), [row for row in rows if any(cell != "-" for cell in row[1:])])]
-    parts += [why(name, column) for name, column in columns.items()]
+    return table(("", *columns), [row for row in rows if any(cell != "-" for cell in row[1:])])
+
+
+def reasons(columns: Mapping[str, Column]) -> str:
+    """For each column what the selector and the overlay said, then the memory sum where one was made."""
+    parts = [why(name, column) for name, column in columns.items()]
     parts += [memory(name, column) for name, column in columns.items() if column.get("budget")]
-    if patches := columns["overlay"].get("patches"):
-        parts.append(table(("patch", "state", "reason"), ((p["id"], p["state"], p["reason"]) for p in patches)))
-    if findings:
-        parts.append("\n".join(_finding(finding) for finding in findings))
     return "\n\n".join(parts)
+
+
+def patches(overlay: Column) -> str:
+    """The patches of the overlay's process; empty where it ended before it had any."""
+    rows = [(patch["id"], patch["state"], patch["reason"]) for patch in overlay["patches"]]
+    return table(("patch", "state", "reason"), rows) if rows else ""
+
+
+def told(findings: Sequence[Finding]) -> str:
+    """Each finding with its consequence and its cure."""
+    return "\n".join(
+        textwrap.fill(f"{f.severity}: {f.what}", WIDTH, subsequent_indent="  ")
+        + f"\n  so: {f.consequence}\n  cure: {f.cure}"
+        for f in findings
+    )
 
 
 def _cell(show: Callable[[Column], object], column: Column) -> str:
@@ -99,10 +120,6 @@ def memory(name: str, column: Column) -> str:
     return textwrap.fill(
         f"{start}{subtracted} = {budget['kv_cache'] / GIB:.2f} GiB for the KV cache", WIDTH, subsequent_indent="  "
     )
-
-
-def _finding(finding: Finding) -> str:
-    return f"{finding.severity}: {finding.what}\n  so: {finding.consequence}\n  cure: {finding.cure}"
 
 
 def findings(stock: Column, overlay: Column) -> list[Finding]:
