@@ -22,6 +22,7 @@ PATCH_IDS: tuple[str, ...] = (
     "indexer_bounds",
     "prefill_profile",
     "indexer_topk",
+    "cudagraph_defaults",
     "compile_cache",
     "process_proof",
 )

@@ -1,6 +1,6 @@
 """vLLM's real dispatcher: what it resolves to and which operator it calls; 0.30's indexer: which operator it calls."""
 
-import importlib
+import importlib.util
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -57,12 +57,10 @@ def measure() -> dict[str, Any]:
 
 def indexer_030() -> list[dict[str, Any]] | None:
     """The operator call of 0.30's own indexer module, as that module looks it up; None in other releases."""
-    try:
-        module = importlib.import_module(INDEXER_030)
-    except ModuleNotFoundError:
+    if importlib.util.find_spec(INDEXER_030) is None:
         return None
-    if not hasattr(module, "torch"):
-        return None
+    importlib.import_module("vllm.models.glm5next")  # first: the two import each other
+    module = importlib.import_module(INDEXER_030)
     logits, lengths = torch.zeros(8, 4096), torch.zeros(2, 4, dtype=torch.int32)
     out, workspace = torch.empty(8, 512, dtype=torch.int32), torch.empty(1, dtype=torch.uint8)
     return called(lambda: module.torch.ops._C.persistent_topk(logits, lengths, out, workspace, 512, 16384))
