@@ -115,16 +115,16 @@ def _vision(folder: Path, config: Mapping, present: list[Module]) -> list[Findin
     found = []
     architecture = next(iter(config.get("architectures") or ()), "")
     if architecture.startswith("Glm5Next") and not (folder / "processor_config.json").exists():
-        other = (folder / "preprocessor_config.json").exists()
-        found.append(
-            error(
-                "processor_config",
-                "processor_config.json is missing"
-                + ("; preprocessor_config.json is not read in its place" if other else ""),
-                "the vision path does not load, and vLLM stops at start-up",
-                "copy it from the model that was quantised, or --language-model-only",
-            )
-        )
+        cure = "copy it from the model that was quantised, or --language-model-only"
+        if (folder / "preprocessor_config.json").exists():
+            # transformers 5.20 reads that file's top level for both halves; older ones stop. Settings below
+            # "image_processor" are not looked for there.
+            what = "processor_config.json is missing, and preprocessor_config.json stands in its place"
+            consequence = "images and videos share its settings, or get defaults; older transformers stop"
+            found.append(warning("processor_config", what, consequence, cure))
+        else:
+            consequence = "the vision path does not load, and vLLM stops at start-up"
+            found.append(error("processor_config", "processor_config.json is missing", consequence, cure))
     if present and not any(module.kind == "vision" for module in present):
         found.append(
             warning(

@@ -424,10 +424,12 @@ def test_a_draft_layer_that_is_not_announced(tmp_path):
 
 def test_vision_without_its_processor(tmp_path):
     tensors = small.model(prefix="model.language_model.") | small.plain("model.visual.x.y")
-    result = examine(tmp_path, small.nested(small.modelopt()), tensors, preprocessor_config={})
-    assert list(findings(result)) == ["processor_config"]
-    assert "preprocessor_config.json is not read in its place" in findings(result)["processor_config"][0]
+    result = examine(tmp_path, small.nested(small.modelopt()), tensors)
+    assert findings(result) == {"processor_config": ["processor_config.json is missing"]}
     assert result.failed
+    result = examine(tmp_path / "other", small.nested(small.modelopt()), tensors, preprocessor_config={})
+    assert "preprocessor_config.json stands in its place" in findings(result)["processor_config"][0]
+    assert not result.failed
 
 
 def test_vision_without_tensors(tmp_path):

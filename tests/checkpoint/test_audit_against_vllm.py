@@ -1,4 +1,4 @@
-"""Names: the audit's rules against those of the installed vLLM, and the fusions of this architecture."""
+"""What the audit says of vLLM, against the installed one: names, labels, processor files; and this family's fusions."""
 
 import json
 from pathlib import Path
@@ -10,15 +10,16 @@ from overlay.checkpoint import audit_names
 from overlay.checkpoint.audit_config import ALGORITHMS, QuantConfig
 from overlay.checkpoint.audit_modules import Module, modules, shape
 from overlay.checkpoint.audit_names import Conflict, Runtime
-from tests.checkpoint import names_in_vllm, small
+from tests.checkpoint import audit_in_vllm, small
 from tests.conftest import run_python
 
 FORMS = Path(__file__).resolve().parents[1] / "data" / "nvfp4" / "config_forms.json"
 
 
 @pytest.fixture(scope="module")
-def vllm(fake_driver):
-    return run_python("tests.checkpoint.names_in_vllm", fake_driver((12, 1)), str(FORMS), timeout=600)
+def vllm(fake_driver, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processors")
+    return run_python("tests.checkpoint.audit_in_vllm", fake_driver((12, 1)), str(FORMS), str(folder), timeout=600)
 
 
 def family(form: str):
@@ -35,9 +36,9 @@ def answer(ask) -> str:
 @pytest.mark.parametrize("form", ["nested", "flat"])
 def test_modelopt_exclusions_are_vllms(vllm, form):
     model, ours = family(form), {}
-    for number, listed in enumerate(names_in_vllm.LISTS):
+    for number, listed in enumerate(audit_in_vllm.LISTS):
         entries = audit_names.exclusions(QuantConfig("config.json", small.modelopt(ignore=listed), False), model)
-        for name in names_in_vllm.NAMES:
+        for name in audit_in_vllm.NAMES:
             asked = answer(lambda n=name, e=entries: audit_names.excluded_by(n, e, model.packed) is not None)
             ours[f"{number} {name}"] = asked
     assert ours == vllm[f"modelopt {form}"]
@@ -50,14 +51,14 @@ def test_compressed_tensors_exclusions_are_vllms(vllm, form):
     model = family(form)
     ours = {
         f"{number} {name}": answer(lambda n=name, e=listed: audit_names._ignored(n, e, model.packed))
-        for number, listed in enumerate(names_in_vllm.PATTERNS)
-        for name in names_in_vllm.NAMES
+        for number, listed in enumerate(audit_in_vllm.PATTERNS)
+        for name in audit_in_vllm.NAMES
     }
     assert ours == vllm[f"compressed {form}"]
 
 
 def test_mixed_precision_is_resolved_as_in_vllm(vllm):
-    layers = {name: {"quant_algo": algorithm} for name, algorithm in names_in_vllm.MAP.items()}
+    layers = {name: {"quant_algo": algorithm} for name, algorithm in audit_in_vllm.MAP.items()}
     document = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     config = QuantConfig("config.json", document, False)
     theirs = {
@@ -66,7 +67,7 @@ def test_mixed_precision_is_resolved_as_in_vllm(vllm):
     }
     ours = {
         name: answer(lambda n=name: audit_names.built(config, module(n), family("nested"), ()))
-        for name in names_in_vllm.MAPPED
+        for name in audit_in_vllm.MAPPED
     }
     assert ours == theirs
 
@@ -84,6 +85,15 @@ def test_promotion_to_w4a16_is_vllms(vllm):
         ours[form["id"]] = "W4A16_NVFP4" if config.promoted else "NVFP4"
     assert ours == vllm["labels"]
     assert set(ours.values()) == {"NVFP4", "W4A16_NVFP4"}
+
+
+def test_processor_files(vllm):
+    """The error and the warning of the audit, as they are."""
+    found = vllm["processors"]
+    assert found["processor_config"] == [777, 888]
+    assert "image processor" in found["none"]
+    assert found["preprocessor_config"] == [777, 777]  # shared
+    assert 777 not in found["preprocessor_config, nested"]  # defaults
 
 
 def runtime(tensors: small.Tensors, settings: dict) -> dict[str, Runtime]:

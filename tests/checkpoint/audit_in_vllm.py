@@ -1,7 +1,8 @@
-"""Asks the installed vLLM what its quantisation support does with module names; prints JSON. Run as a module."""
+"""Asks the installed vLLM what the audit says of it: module names, labels, processor files. Run as a module; JSON."""
 
 import json
 from itertools import product
+from pathlib import Path
 
 NAMES = [
     "model.layers.0.mlp.gate_up_proj",
@@ -128,6 +129,38 @@ def labels(forms: list[dict]) -> dict[str, str]:
     return {form["id"]: ModelOptNvFp4Config.from_config(form["quantization"]).quant_method for form in forms}
 
 
+def processors(folder: Path) -> dict[str, object]:
+    """Image and video token limits that vLLM's processor ends up with, by the file that gives them; or the error."""
+    from vllm.config import ModelConfig
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    from overlay.checkpoint.tiny import write
+    from overlay.checkpoint.tiny_config import TinyModel, processor_config
+
+    settings = processor_config()
+    settings["image_processor"]["max_image_tokens"] = 777
+    settings["video_processor"]["max_image_tokens"] = 888
+    files = {
+        "processor_config": {"processor_config.json": settings},
+        "preprocessor_config": {"preprocessor_config.json": settings["image_processor"]},
+        "preprocessor_config, nested": {"preprocessor_config.json": settings},
+        "none": {},
+    }
+    found = {}
+    for name, contents in files.items():
+        write(TinyModel(heads=8, nested=True), folder / name)
+        (folder / name / "processor_config.json").unlink()
+        for file, content in contents.items():
+            (folder / name / file).write_text(json.dumps(content))
+        try:
+            config = ModelConfig(model=str(folder / name), max_model_len=4096)
+            processor = MULTIMODAL_REGISTRY.create_processor(config).info.get_hf_processor()
+            found[name] = [processor.image_processor.max_image_tokens, processor.video_processor.max_image_tokens]
+        except OSError as problem:
+            found[name] = str(problem)
+    return found
+
+
 if __name__ == "__main__":
     import logging
     import sys
@@ -144,6 +177,7 @@ if __name__ == "__main__":
                 "compressed flat": compressed(False),
                 "mixed": mixed(),
                 "labels": labels(forms),
+                "processors": processors(Path(sys.argv[2])),
             }
         )
     )
