@@ -23,6 +23,7 @@ PATCH_IDS: tuple[str, ...] = (
     "prefill_profile",
     "indexer_topk",
     "cudagraph_defaults",
+    "integrated_memory",
     "compile_cache",
     "process_proof",
 )
