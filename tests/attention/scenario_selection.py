@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
+from overlay.checkpoint import tiny_config
 from tests.attention import models
+from tests.gpu import engine_cases
 
 CAPABILITIES = ((12, 0), (12, 1), (9, 0), (10, 0))
 KV_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla")
@@ -85,6 +87,9 @@ def cases() -> Iterator[Case]:
     }.items():
         yield Case(name, kv_dtype="bfloat16", changed=change)
     yield Case("hisparse", kv_dtype="bfloat16", hisparse=True)
+    for engine in engine_cases.CASES:
+        name = f"engine {engine.name}"
+        yield Case(name, name, (9, 0), engine.row_dtype, other_capabilities="9.0")
 
 
 class Selector:
@@ -105,8 +110,11 @@ class Selector:
             path = models.write(config, folder / name)
             model = ModelConfig(model=path, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=16384)
             self.configs[name] = VllmConfig(model_config=model, cache_config=CacheConfig())
+        for case in engine_cases.CASES:
+            self.configs[f"engine {case.name}"] = engine_config(case, folder)
 
     def ask(self, case: Case) -> str:
+        """The selector's answer, as the class's name or the exception's text."""
         import torch
         from vllm.config import set_current_vllm_config
         from vllm.platforms import current_platform
@@ -143,6 +151,15 @@ class Selector:
                 notes = "".join(f"\nnote: {note}" for note in getattr(error, "__notes__", ()))
                 return f"{type(error).__name__}: {error}{notes}"
             return backend.__name__
+
+
+def engine_config(case: engine_cases.EngineCase, folder: Path) -> object:
+    """What vLLM makes of the arguments that the GPU tests start this engine with."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    shape = tiny_config.TinyModel(heads=case.heads, layers=8, nested=case.nested, mtp=case.nested)
+    path = models.write(tiny_config.model_config(shape), folder / case.checkpoint)
+    return EngineArgs(**case.engine_arguments(path, case.row_dtype), skip_tokenizer_init=True).create_engine_config()
 
 
 @contextmanager

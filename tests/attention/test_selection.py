@@ -7,6 +7,7 @@ import pytest
 
 from tests.attention.scenario_selection import CAPABILITIES, KV_DTYPES
 from tests.conftest import run_python
+from tests.gpu.engine_cases import CASES
 
 OURS = "SparseMLABackend"
 NATIVE = "FlashInferMLASparseSM120Backend"
@@ -179,3 +180,11 @@ def test_what_we_cannot_serve_ends_in_vllms_own_error_with_our_reason(answers, n
 
 def test_blocks_of_any_multiple_of_64_are_taken(answers):
     assert answers["block size 128"]["wrapped"] == OURS
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_the_engines_of_the_gpu_tests_would_be_one_of_each_kind(answers, name):
+    """vLLM takes their arguments, and on a 9.0 opened for testing stock and wrapped part ways."""
+    answer = answers[f"engine {name}"]
+    assert answer["stock"] == "FlashInferMLASparseSM90Backend"
+    assert answer["wrapped"] == OURS

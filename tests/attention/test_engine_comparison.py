@@ -1,0 +1,88 @@
+"""The judge of the GPU engine tests must see what it is there to see."""
+
+import copy
+
+import pytest
+
+from tests.gpu.engine_cases import CASES, LOGPROB_TOLERANCE, PROMPT_LENGTHS, compare, prompts
+
+TOLERANCE = 0.02
+
+
+@pytest.fixture
+def answers():
+    return [
+        {
+            "tokens": [5, 6, 7],
+            "logprobs": [-0.5, -1.0, -2.0],
+            "margins": [1.0, 0.03, 0.5],
+            "prompt_logprobs": [-3.0, -4.0],
+        },
+        {"tokens": [9, 8, 7], "logprobs": [-0.1, -0.2, -0.3], "margins": [2.0, 2.0, 2.0], "prompt_logprobs": []},
+    ]
+
+
+def changed(answers, number, key, step, value):
+    other = copy.deepcopy(answers)
+    other[number][key][step] = value
+    return other
+
+
+def test_equal_answers_pass(answers):
+    found = compare(answers, copy.deepcopy(answers), TOLERANCE)
+    assert (found.problems, found.tokens, found.prompt_tokens, found.largest) == ([], 6, 2, 0.0)
+
+
+def test_a_small_difference_is_measured(answers):
+    found = compare(answers, changed(answers, 0, "logprobs", 1, -1.015), TOLERANCE)
+    assert found.problems == []
+    assert found.largest == pytest.approx(0.015)
+
+
+@pytest.mark.parametrize("key", ["logprobs", "prompt_logprobs"])
+def test_a_large_difference_is_a_problem(answers, key):
+    (problem,) = compare(answers, changed(answers, 0, key, 1, -4.5), TOLERANCE).problems
+    assert "log-probabilities differ by up to" in problem
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_what_is_no_number_is_a_problem(answers, value):
+    assert compare(answers, changed(answers, 1, "logprobs", 2, value), TOLERANCE).problems
+
+
+def test_another_token_is_a_problem_where_the_margin_is_clear(answers):
+    (problem,) = compare(answers, changed(answers, 0, "tokens", 0, 77), TOLERANCE).problems
+    assert problem == "prompt 0, token 0: 5 became 77, margin 1.000"
+
+
+def test_another_token_is_a_tie_where_it_is_not_and_ends_the_comparison_of_that_answer(answers):
+    other = changed(changed(answers, 0, "tokens", 1, 77), 0, "logprobs", 2, -9.0)
+    found = compare(answers, other, TOLERANCE)
+    assert (found.problems, found.ties, found.tokens) == ([], 1, 4)
+
+
+def test_a_missing_answer_is_a_problem(answers):
+    assert compare(answers, answers[:1], TOLERANCE).problems == ["2 answers against 1"]
+
+
+def test_nothing_compared_is_a_problem():
+    assert compare([], [], TOLERANCE).problems == ["no generated token could be compared"]
+
+
+def test_the_six_configurations():
+    assert [case.name for case in CASES] == [
+        "bf16 eager",
+        "bf16 graphs",
+        "fp8 graphs",
+        "bf16 MTP",
+        "bf16 64 heads",
+        "fp8 8 heads",
+    ]
+    assert [case.control for case in CASES] == [True, False, False, False, False, False]
+    assert {case.tolerance for case in CASES} == {0.02, 0.1} == set(LOGPROB_TOLERANCE.values())
+
+
+def test_prompts_reach_past_the_top_k_and_are_the_same_everywhere():
+    assert [len(tokens) for tokens in prompts()] == list(PROMPT_LENGTHS)
+    assert min(PROMPT_LENGTHS) == 7 and max(PROMPT_LENGTHS) == 12000
+    assert prompts() == prompts()

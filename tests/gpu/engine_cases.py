@@ -1,0 +1,136 @@
+"""The engines that are compared, the prompts they get, and how close they must be."""
+
+import math
+import random
+from dataclasses import dataclass, field
+
+# From two pools of the indexer to six times its top-k, with both sides of its edges: 2048 of top-k, 2048 of a chunk.
+PROMPT_LENGTHS = (7, 64, 501, 2047, 2050, 4099, 8192, 12000)
+NEW_TOKENS = 24
+VOCABULARY = 256  # the tiny model's byte tokens
+
+LOGPROB_TOLERANCE = {"bf16": 0.02, "fp8": 0.1}
+
+
+@dataclass(frozen=True)
+class EngineCase:
+    """One configuration, run with vLLM's own backend and with ours."""
+
+    name: str
+    rows: str  # "bf16" or "fp8"
+    heads: int = 16
+    eager: bool = False
+    graph_mode: str | None = None  # None: vLLM's default
+    speculative_tokens: int = 0
+    control: bool = False  # once more on the same engine with our attention's output zeroed
+
+    @property
+    def nested(self) -> bool:
+        """vLLM speculates for the nested form of the model only."""
+        return self.speculative_tokens > 0
+
+    @property
+    def tolerance(self) -> float:
+        return LOGPROB_TOLERANCE[self.rows]
+
+    @property
+    def row_dtype(self) -> str:
+        """--kv-cache-dtype of these rows."""
+        return {"bf16": "bfloat16", "fp8": "fp8"}[self.rows]
+
+    @property
+    def checkpoint(self) -> str:
+        return f"tiny-{self.heads}{'-mtp' if self.nested else ''}"
+
+    def engine_arguments(self, folder: str, kv_cache_dtype: str) -> dict:
+        """Keyword arguments of `vllm.LLM`. Chunks of 2048 make every long prompt meet decodes of the others."""
+        arguments = dict(
+            model=folder,
+            dtype="bfloat16",
+            kv_cache_dtype=kv_cache_dtype,
+            max_model_len=12288,
+            max_num_batched_tokens=2048,
+            max_num_seqs=8,
+            enable_prefix_caching=False,
+            enforce_eager=self.eager,
+            # A fixed cache, so that engines sharing a GPU do not see each other in their memory profiles.
+            gpu_memory_utilization=0.03,
+            kv_cache_memory_bytes=1 << 30,
+            seed=0,
+        )
+        if not self.eager:
+            step = 1 + self.speculative_tokens
+            compilation = {"cudagraph_capture_sizes": [step * n for n in (1, 2, 4, 8)]}
+            if self.graph_mode:
+                compilation["cudagraph_mode"] = self.graph_mode
+            arguments["compilation_config"] = compilation
+        if self.nested:
+            arguments["language_model_only"] = True
+            arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": self.speculative_tokens}
+        return arguments
+
+
+CASES = (
+    EngineCase("bf16 eager", "bf16", eager=True, control=True),
+    EngineCase("bf16 graphs", "bf16"),
+    EngineCase("fp8 graphs", "fp8", graph_mode="FULL_DECODE_ONLY"),
+    EngineCase("bf16 MTP", "bf16", speculative_tokens=2),
+    EngineCase("bf16 64 heads", "bf16", heads=64),
+    EngineCase("fp8 8 heads", "fp8", heads=8),
+)
+BY_NAME = {case.name: case for case in CASES}
+
+
+def prompts() -> list[list[int]]:
+    """Random bytes, the same in every process; token ids, so no tokenizer stands between the engines."""
+    generator = random.Random(20240)
+    return [[generator.randrange(VOCABULARY) for _ in range(length)] for length in PROMPT_LENGTHS]
+
+
+@dataclass
+class Difference:
+    """What a comparison of two engines' answers found."""
+
+    tokens: int = 0  # generated tokens whose whole context was the same in both
+    prompt_tokens: int = 0
+    largest: float = 0.0  # difference of a log-probability, generated or of the prompt
+    sum: float = 0.0
+    ties: int = 0  # differing tokens that the stock engine held for equal within the noise
+    problems: list[str] = field(default_factory=list)
+
+    def see(self, difference: float) -> None:
+        """Count one difference; a NaN is none that any tolerance allows."""
+        difference = math.inf if math.isnan(difference) else difference
+        self.largest = max(self.largest, difference)
+        self.sum += difference
+
+
+def compare(stock: list[dict], ours: list[dict], tolerance: float) -> Difference:
+    """Compare the answers to the same prompts: tokens while their contexts agree, and every log-probability.
+
+    A differing token is a problem where the stock engine's best two are further apart than both engines' noise
+    together, 2 x `tolerance`. After a differing token the contexts differ, so the rest of that answer is left out.
+    """
+    found = Difference()
+    if len(stock) != len(ours):
+        found.problems.append(f"{len(stock)} answers against {len(ours)}")
+    for number, (a, b) in enumerate(zip(stock, ours, strict=False)):
+        for x, y in zip(a["prompt_logprobs"], b["prompt_logprobs"], strict=True):
+            found.prompt_tokens += 1
+            found.see(abs(x - y))
+        for step, (token_a, token_b) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
+            if token_a != token_b:
+                margin = a["margins"][step]
+                if margin > 2 * tolerance:
+                    found.problems.append(
+                        f"prompt {number}, token {step}: {token_a} became {token_b}, margin {margin:.3f}"
+                    )
+                found.ties += 1
+                break
+            found.tokens += 1
+            found.see(abs(a["logprobs"][step] - b["logprobs"][step]))
+    if found.largest > tolerance:
+        found.problems.append(f"log-probabilities differ by up to {found.largest:.4f}, allowed is {tolerance}")
+    if found.tokens == 0:
+        found.problems.append("no generated token could be compared")
+    return found
