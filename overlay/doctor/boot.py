@@ -30,7 +30,12 @@ def boot(around: Surroundings) -> Outcome:
     processes = [process for process in psutil.process_iter() if _name(process).startswith("VLLM::")]
     if not processes:
         return passed("no engine is running or starting")
-    return judge(measure(processes), healthy(processes))
+    workers = measure(processes)
+    outcomes = [
+        judge([worker for worker in workers if worker.pid in members], healthy(server))
+        for server, members in engines(processes).items()
+    ]
+    return next((outcome for outcome in outcomes if outcome.status != "pass"), outcomes[0])
 
 
 def judge(workers: list[Worker], answers: bool) -> Outcome:
@@ -60,13 +65,22 @@ def measure(processes: list) -> list[Worker]:
     ]
 
 
-def healthy(processes: list) -> bool:
-    """Does a server above these processes answer /health?"""
-    servers = {parent for process in processes for parent in _quiet(process.parents, [])}
+def engines(processes: list) -> dict:
+    """Process ids by engine: the topmost process above them that is vLLM's (its API server, most often)."""
+    found: dict = {}
+    for process in processes:
+        above = [parent for parent in _quiet(process.parents, []) if "vllm" in _command(parent).lower()]
+        found.setdefault(above[-1] if above else process, set()).add(process.pid)
+    return found
+
+
+def healthy(server) -> bool:
+    """Does this process, or one that it started, listen on a port that answers /health?"""
+    family = [server, *_quiet(lambda: server.children(recursive=True), [])]
     ports = {
         connection.laddr.port
-        for server in servers
-        for connection in _quiet(lambda s=server: s.net_connections(kind="inet"), [])
+        for member in family
+        for connection in _quiet(lambda m=member: m.net_connections(kind="inet"), [])
         if connection.status == "LISTEN"
     }
     return any(_answers(port) for port in ports)
@@ -82,7 +96,11 @@ def _answers(port: int) -> bool:
 
 def _name(process) -> str:
     """The name that vLLM gives its processes stands in the place of their command line."""
-    return (_quiet(process.cmdline, []) or [""])[0].split(" ")[0]
+    return _command(process).partition(" ")[0]
+
+
+def _command(process) -> str:
+    return " ".join(_quiet(process.cmdline, []))
 
 
 def _quiet(ask, otherwise):

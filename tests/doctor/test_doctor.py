@@ -379,23 +379,42 @@ def test_is_it_a_hang(percents, answers, status, said):
     assert said in outcome.what
 
 
-def test_processes_that_call_themselves_vllm_are_found():
-    """A worker that sleeps, with a child, and no server above it."""
-    line = ["bash", "-c", "exec -a VLLM::Worker_TP0 sleep 60"]
-    with subprocess.Popen(line) as worker:
-        try:
-            import psutil
+SERVER = """
+import http.server, subprocess, sys
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+    def log_message(self, *message):
+        pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Health)
+worker = subprocess.Popen(["bash", "-c", "exec -a VLLM::Worker_TP0 sleep 60"])
+print(worker.pid, flush=True)
+server.serve_forever() if sys.argv[2] == "answers" else worker.wait()
+"""
 
-            process = psutil.Process(worker.pid)
-            while boot._name(process) != "VLLM::Worker_TP0":
-                assert worker.poll() is None
-            (measured,) = boot.measure([process])
+
+@pytest.mark.parametrize("how", ["answers", "is silent"])
+def test_an_engine_is_recognised_by_its_processes(how):
+    """A worker that sleeps, below a server that answers /health or that listens and is silent."""
+    import psutil
+
+    line = [sys.executable, "-c", SERVER, "vllm serve", how]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as server:
+        worker = psutil.Process(int(server.stdout.readline()))
+        try:
+            while boot._name(worker) != "VLLM::Worker_TP0":
+                assert worker.is_running()
+            (found,) = boot.engines([worker]).items()
+            assert found == (psutil.Process(server.pid), {worker.pid})
+            assert boot.healthy(found[0]) is (how == "answers")
+            (measured,) = boot.measure([worker])
             assert (measured.pid, measured.name) == (worker.pid, "VLLM::Worker_TP0")
-            assert measured.percent < boot.BUSY
-            assert boot.boot(Surroundings()).status == "warn"
+            assert boot.judge([measured], False).status == "warn"
         finally:
             worker.kill()
-    assert boot.measure([process])[0].percent == 0.0  # it ended meanwhile
+            server.kill()
+    assert boot.measure([worker])[0].percent == 0.0  # it ended meanwhile
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
