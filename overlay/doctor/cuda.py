@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from overlay.doctor.checks import Outcome, Surroundings, failed, passed, warned
+from overlay.errors import OverlayError
 from overlay.kernel.variants import SHARED_LIMIT
 
 OURS = (120, 121)
@@ -46,7 +47,8 @@ def nvrtc(around: Surroundings) -> Outcome:
     """The NVRTC that CuPy loads, and whether it can compile for this GPU: 12.8 knows sm_120 alone, 12.9 sm_121 too."""
     found = around.loaded.get("nvrtc", around.loaded)
     if "error" in found:
-        return failed(f"CuPy cannot load NVRTC: {found['error']}", _NVRTC_FIX)
+        missing = failed if _kernel_is_wanted(around) else warned
+        return missing(f"CuPy cannot load NVRTC: {found['error']}", _NVRTC_FIX)
     version = ".".join(map(str, found["version"]))
     text = f"NVRTC {version} from {', '.join(found['files']) or 'an unknown file'}"
     capability = around.hardware.capability
@@ -55,7 +57,15 @@ def nvrtc(around: Surroundings) -> Outcome:
     if not missing:
         return passed(f"{text} knows {' and '.join(f'sm_{arch}' for arch in wanted)}")
     verdict = f"{text} does not know {' and '.join(missing)}"
-    return failed(verdict, _NVRTC_FIX) if len(wanted) == 1 else warned(verdict, _NVRTC_FIX)
+    return (failed if len(wanted) == 1 and _kernel_is_wanted(around) else warned)(verdict, _NVRTC_FIX)
+
+
+def _kernel_is_wanted(around: Surroundings) -> bool:
+    """Would a patch that compiles a kernel be applied here? Taken for granted where nobody can tell."""
+    try:
+        return any(entry.on and "cupy" in entry.patch.requires for entry in around.entries)
+    except (OverlayError, LookupError):
+        return True
 
 
 def libraries(around: Surroundings) -> Outcome:

@@ -3,12 +3,13 @@
 import os
 from pathlib import Path
 
-from overlay import live
+from overlay import host_memory, live
 from overlay.doctor.checks import Outcome, Surroundings, failed, passed, warned
 from overlay.kernel import cache
 
-GIB = 1 << 30
-MEMINFO = Path("/proc/meminfo")
+# Of the memory reported available, how much may be page cache without a word: a tenth of GB10's 121 GiB is a few
+# hundred thousand tokens of KV cache.
+SHARE = 0.1
 
 
 def kernel_cache(around: Surroundings) -> Outcome:
@@ -55,23 +56,16 @@ def autotune_root() -> Path:
 
 def memory(around: Surroundings) -> Outcome:
     """On integrated GPUs vLLM counts memory that is available, and the driver needs memory that is free."""
-    values = meminfo()
-    free, available = values["MemFree"], values["MemAvailable"]
-    text = f"{free / GIB:.1f} GiB free, {available / GIB:.1f} GiB available"
+    now = host_memory.read()
+    text = str(now)
     if not around.hardware.integrated:
         return passed(f"{text}; the GPU has memory of its own" if around.hardware.devices else text)
-    if available - free > 0.1 * available:
+    if now.available - now.free > SHARE * now.available:
         return warned(
-            f"{text}: the driver can get the free part only, the difference is page cache",
-            "as root: sync; echo 3 > /proc/sys/vm/drop_caches, right before the start",
+            f"{text}: the driver of an integrated GPU gets what is free, and not the page cache",
+            "`python -m overlay flush-cache`, right before the start",
         )
     return passed(f"{text}, shared with the GPU")
-
-
-def meminfo() -> dict[str, int]:
-    """/proc/meminfo in bytes."""
-    lines = (line.split() for line in MEMINFO.read_text().splitlines())
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3}
 
 
 def running(around: Surroundings) -> Outcome:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from overlay import host_memory
 from overlay.doctor import boot, checks, cuda, fingerprint, installed, machine
 from overlay.doctor.boot import Worker
 from overlay.doctor.checks import Check, Surroundings, perform
@@ -247,7 +248,8 @@ def test_a_driver_that_does_not_answer():
         ([H200], [90, 120, 121], "pass", "knows sm_120 and sm_121"),
     ],
 )
-def test_nvrtc(devices, known, status, said):
+def test_nvrtc(monkeypatch, devices, known, status, said):
+    monkeypatch.setenv("OVERLAY_PATCHES", "sparse_mla=true")
     around = gpus(*devices)
     around.loaded["nvrtc"]["architectures"] = known
     outcome = cuda.nvrtc(around)
@@ -256,10 +258,13 @@ def test_nvrtc(devices, known, status, said):
     assert "/x/libnvrtc.so.13" in outcome.what
 
 
-def test_no_nvrtc():
+@pytest.mark.parametrize(("switch", "status"), [("true", "fail"), ("false", "warn")])
+def test_no_nvrtc(monkeypatch, switch, status):
+    """It matters where the kernel is wanted."""
+    monkeypatch.setenv("OVERLAY_PATCHES", f"sparse_mla={switch}")
     around = gpus(GB10)
     around.loaded["nvrtc"] = {"error": "DynamicLibNotFoundError: libnvrtc"}
-    assert cuda.nvrtc(around).status == "fail"
+    assert cuda.nvrtc(around).status == status
 
 
 def site_packages(name: str) -> str:
@@ -353,14 +358,14 @@ def test_persisted_autotuning(tmp_path, monkeypatch):
     [(GB10, 8, 100, "warn"), (GB10, 95, 100, "pass"), (RTX, 8, 100, "pass"), (None, 8, 100, "pass")],
 )
 def test_memory_of_integrated_gpus(tmp_path, monkeypatch, device, free, available, status):
-    text = (
-        f"MemTotal: {121 << 20} kB\nMemFree: {free << 20} kB\nMemAvailable: {available << 20} kB\nHugePages_Total: 0\n"
-    )
-    (tmp_path / "meminfo").write_text(text)
-    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
+    sizes = {"MemTotal": 121 << 20, "MemFree": free << 20, "MemAvailable": available << 20, "Cached": 0}
+    text = "".join(f"{name}: {size} kB\n" for name, size in sizes.items())
+    (tmp_path / "meminfo").write_text(text + "HugePages_Total: 0\n")
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
     outcome = machine.memory(gpus(*([device] if device else [])))
     assert outcome.status == status
-    assert f"{free:.1f} GiB free, {available:.1f} GiB available" in outcome.what
+    assert f"MemFree {host_memory.gib(free << 30)}, MemAvailable {host_memory.gib(available << 30)}" in outcome.what
+    assert ("flush-cache" in outcome.fix) is (status == "warn")
 
 
 @pytest.mark.parametrize(
