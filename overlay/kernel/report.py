@@ -13,7 +13,7 @@ def compile_variants(arch: str) -> list[dict[str, object]]:
 
 
 def compile_helpers(arch: str) -> list[dict[str, object]]:
-    """The kernels that serve every variant: kernel, arch, registers, spill_bytes, shared_bytes (static plus dynamic)."""
+    """The kernels that serve every variant: kernel, arch, registers, spill_bytes, shared_bytes (static and dynamic)."""
     return [_compile(program, arch) for program in (merge_program(), index_rows_program())]
 
 

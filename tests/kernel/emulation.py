@@ -5,6 +5,7 @@ import itertools
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from overlay.kernel import source
-from overlay.kernel.variants import VARIANTS
+from overlay.kernel.variants import VARIANTS, Variant
 
 HERE = Path(__file__).parent
 SCALARS = {int: ctypes.c_int64, np.int32: ctypes.c_int32, np.uint32: ctypes.c_uint32, np.float32: ctypes.c_float}
@@ -27,8 +28,13 @@ def signature(kernel: str) -> list[tuple[str, str]]:
     return [tuple(re.match(r"(.*?)(\w+)$", parameter.strip()).groups()) for parameter in listed.split(",")]
 
 
-def build(directory: Path) -> ctypes.CDLL:
-    """Compile all kernels into one shared library; skips where there is no C++ compiler."""
+def build(
+    directory: Path, variants: Sequence[Variant] = VARIANTS, changes: Sequence[tuple[str, str]] = ()
+) -> ctypes.CDLL:
+    """Compile the kernels into one shared library, with `changes` made to their text first.
+
+    Skips the test where there is no C++ compiler.
+    """
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("no C++ compiler: the kernel's source cannot be run on the CPU")
@@ -39,7 +45,7 @@ def build(directory: Path) -> ctypes.CDLL:
             if file != "ptx.cuh" and (file, text) not in seen:
                 seen.add((file, text))
                 parts.append(text)
-    parts += [variant.entry for variant in VARIANTS]
+    parts += [variant.entry for variant in variants]
     for kernel in KERNELS:
         parameters = signature(kernel)
         types = ", ".join(kind for kind, _ in parameters)
@@ -58,6 +64,9 @@ def build(directory: Path) -> ctypes.CDLL:
     text = "\n".join(parts).replace(
         "extern __shared__ __align__(1024) u8 dynamic_shared[];", "u8* dynamic_shared = emulator::shared_memory;"
     )
+    for old, new in changes:
+        assert old in text, f"nothing to change: {old}"
+        text = text.replace(old, new)
     program, library = directory / "kernel.cpp", directory / "kernel.so"
     program.write_text(text)
     command = [compiler, "-std=c++17", "-O2", "-w", "-shared", "-fPIC", program, "-o", library]

@@ -1,0 +1,134 @@
+"""Compilation for every architecture, with neither GPU nor driver, and what the compile command reports."""
+
+import functools
+import json
+
+import pytest
+
+from overlay import cli
+from overlay.kernel import build, report
+from overlay.kernel.errors import CompileError
+from overlay.kernel.variants import ARCHITECTURES, SHARED_LIMIT, VARIANTS, variant_for
+
+SM_BYTES = 102_400  # shared memory of an sm_12x multiprocessor, of which every block keeps 1 KB for itself
+RESERVED = 1024
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once():
+    """The tests of this module share what they compile: an architecture takes some five seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "build", functools.cache(build.build))
+        yield
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def compiled(compile_once, request):
+    return request.param, report.compile_variants(request.param), report.compile_helpers(request.param)
+
+
+def test_every_kernel_compiles_without_spills(compiled):
+    arch, variants, helpers = compiled
+    assert [(row["heads"], row["kv_dtype"]) for row in variants] == [(v.heads, v.kv_dtype) for v in VARIANTS]
+    assert {row["kernel"] for row in helpers} == {"merge_splits", "index_rows"}
+    for row in variants + helpers:
+        assert row["spill_bytes"] == 0, f"{row['kernel']} spills on {arch}"
+        assert 16 <= row["registers"] <= 255
+
+
+def test_shared_memory_is_within_the_budget(compiled):
+    _, variants, helpers = compiled
+    for row in variants + helpers:
+        assert row["shared_bytes"] <= SHARED_LIMIT
+    for row, variant in zip(variants, VARIANTS, strict=True):
+        assert row["shared_bytes"] == variant.shared_bytes  # dynamic only
+        assert variant.blocks * (row["shared_bytes"] + RESERVED) <= SM_BYTES
+        assert variant.blocks * variant.threads * row["registers"] <= 65_536
+
+
+def test_the_binary_is_a_whole_elf_file():
+    cubin = build.build(build.index_rows_program(), "sm_121").cubin
+    assert cubin[:4] == b"\x7fELF"
+    program_headers = int.from_bytes(cubin[32:40], "little")
+    size, count = int.from_bytes(cubin[54:56], "little"), int.from_bytes(cubin[56:58], "little")
+    assert program_headers + size * count <= len(cubin)
+
+
+def test_shared_memory_that_disagrees_with_the_source_does_not_compile():
+    program = build.attention_program(variant_for(8, "bf16"))
+    wrong = build.Program(program.name, program.text.replace(", 40704)", ", 40960)"), program.threads)
+    assert wrong.text != program.text
+    with pytest.raises(CompileError, match="shared memory that the launcher asks for"):
+        build.build(wrong, "sm_90")
+
+
+def test_an_error_names_architecture_version_and_log():
+    program = build.Program("broken", 'extern "C" __global__ void broken() { nonsense(); }', 32)
+    with pytest.raises(CompileError) as raised:
+        build.build(program, "sm_120")
+    message = str(raised.value)
+    assert "sm_120" in message and build.nvrtc_version() in message and "nonsense" in message
+
+
+@pytest.mark.parametrize("arch", ["sm_70", "sm_999", "compute_90", "sm_120x"])
+def test_an_unknown_architecture_is_named_with_the_way_out(arch):
+    with pytest.raises(CompileError, match=rf"{arch}.*knows sm_.*nvidia-cuda-nvrtc"):
+        build.build(build.index_rows_program(), arch)
+
+
+def test_nvrtc_missing_is_named_with_the_way_out(monkeypatch):
+    from cupy_backends.cuda.libs import nvrtc
+
+    class Absent:
+        @staticmethod
+        def getVersion():
+            raise RuntimeError("libnvrtc.so not found")
+
+    monkeypatch.setattr(build, "_nvrtc", lambda: Absent)
+    with pytest.raises(CompileError, match=r"libnvrtc\.so not found.*pip install"):
+        build.nvrtc_version()
+    assert nvrtc.getVersion() >= (12, 8)
+
+
+def test_a_log_without_resources_is_refused():
+    with pytest.raises(CompileError, match="does not report the resources of kernel"):
+        build.read_resources("nothing here", "kernel", "13.0")
+
+
+def test_resources_count_spilled_stores_and_loads():
+    log = "0 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads\nUsed 255 registers, 2048 bytes smem\n"
+    assert build.read_resources(log, "kernel", "13.0") == build.Resources(255, 32, 2048)
+
+
+def test_command_prints_a_table(capsys):
+    assert cli.main(["compile", "--arch", "sm_121"]) == 0
+    printed = capsys.readouterr().out
+    for variant in VARIANTS:
+        assert variant.name in printed
+    assert "NVRTC" in printed and "over budget" not in printed
+
+
+def test_command_prints_json(capsys):
+    assert cli.main(["compile", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["nvrtc"] == build.nvrtc_version()
+    assert {row["arch"] for row in printed["variants"]} == {"sm_120", "sm_121"}
+    keys = {"kernel", "arch", "heads", "kv_dtype", "registers", "spill_bytes", "shared_bytes"}
+    assert all(set(row) == keys for row in printed["variants"])
+
+
+def test_command_fails_over_budget(capsys, monkeypatch):
+    monkeypatch.setattr(report, "SHARED_LIMIT", 45_000)
+    assert cli.main(["compile", "--arch", "sm_120"]) == 1
+    assert "more than 45000 bytes" in " ".join(capsys.readouterr().out.split())
+
+
+def test_command_names_an_unknown_architecture(capsys):
+    assert cli.main(["compile", "--arch", "sm_1"]) == 2
+    assert "cannot compile for sm_1 " in capsys.readouterr().err
+
+
+def test_spills_count_on_the_target_only():
+    row = {"arch": "sm_120", "spill_bytes": 4, "shared_bytes": 0}
+    assert report.over_budget(row) == "spills"
+    assert report.over_budget({**row, "arch": "sm_90"}) == ""

@@ -1,0 +1,211 @@
+"""The kernel's source, run on the CPU, against the fp64 reference.
+
+The emulator runs warps in two orders and lets asynchronous copies land at the earliest and at the latest moment that
+the source allows. A missing barrier or wait shows as a wrong result in one of the four combinations; that it does is
+tested too, by taking barriers and waits out.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from overlay.kernel.launch import IndexRows
+from overlay.kernel.plan import plan
+from overlay.kernel.reference import sparse_mla_reference
+from overlay.kernel.variants import VARIANTS, variant_for
+from tests.kernel import emulation
+from tests.kernel.index_reference import index_rows_reference
+
+SHAPES = [(variant.heads, variant.kv_dtype) for variant in VARIANTS]
+SCHEDULES = list(itertools.product((False, True), repeat=2))
+every_shape = pytest.mark.parametrize(("heads", "kv_dtype"), SHAPES)
+
+
+@dataclass
+class Case:
+    q: torch.Tensor
+    kv_rows: torch.Tensor
+    indices: torch.Tensor
+    k_scale: torch.Tensor | None
+    scale: float = 512**-0.5
+
+
+def make_case(tokens, heads, kv_dtype, columns, rows=211, seed=0):
+    """Normal data; one index in seven is -1 or beyond the rows, and tile 1 is masked as a whole."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(tokens, heads, 512, generator=generator).to(torch.bfloat16)
+    kv_rows = torch.randn(rows, 512, generator=generator)
+    k_scale = torch.tensor(0.37) if kv_dtype == "fp8" else None
+    kv_rows = (kv_rows / 0.37).to(torch.float8_e4m3fn) if kv_dtype == "fp8" else kv_rows.to(torch.bfloat16)
+    indices = torch.randint(-15, rows + 15, (tokens, columns), generator=generator, dtype=torch.int32)
+    indices[:, 16:32] = -1
+    return Case(q, kv_rows, indices, k_scale)
+
+
+def run(kernel, case, splits=1):
+    tokens, columns = case.indices.shape
+    out = torch.full_like(case.q, torch.nan, memory_format=torch.contiguous_format)
+    lse = torch.full(case.q.shape[:2], torch.nan)
+    cut = plan(kernel.variant, kernel.num_heads, tokens, columns, 132, splits)
+    workspace = torch.full((max(16, cut.partial_bytes(kernel.variant, tokens)),), 255, dtype=torch.uint8)
+    operands = (case.q, case.kv_rows, case.indices, case.scale, out, workspace)
+    kernel(*operands, k_scale=case.k_scale, lse=lse, splits=splits)
+    return out, lse
+
+
+def error_of(case, out, lse):
+    """Relative Frobenius error of `out`; `lse` is checked on the way."""
+    k_scale = 1.0 if case.k_scale is None else case.k_scale.item()
+    reference, reference_lse = sparse_mla_reference(case.q, case.kv_rows, case.indices, case.scale, k_scale)
+    empty = reference_lse.isneginf()
+    assert torch.equal(lse.isneginf(), empty)
+    assert (out[empty] == 0).all()
+    if not (lse - reference_lse)[~empty].abs().le(1e-5).all():
+        return float("inf")
+    return ((out.double() - reference).norm() / reference.norm()).item()
+
+
+@pytest.mark.parametrize(("backwards", "late"), SCHEDULES)
+@every_shape
+def test_against_the_reference(emulated, heads, kv_dtype, backwards, late):
+    case = make_case(2, heads, kv_dtype, 193)
+    case.indices[1, :150] = -1
+    out, lse = run(emulated(heads, kv_dtype, reversed=backwards, late=late), case)
+    assert error_of(case, out, lse) <= 3e-3
+
+
+@every_shape
+def test_splits_and_empty_tokens(emulated, heads, kv_dtype):
+    case = make_case(3, heads, kv_dtype, 230)
+    case.indices[1] = -1
+    case.indices[2, 32:] = -1  # the later splits are empty
+    out, lse = run(emulated(heads, kv_dtype, late=True), case, splits=3)
+    assert error_of(case, out, lse) <= 3e-3
+
+
+def test_as_many_splits_as_there_are(emulated):
+    case = make_case(1, 8, "bf16", 1100)
+    out, lse = run(emulated(8, "bf16"), case, splits=32)
+    assert error_of(case, out, lse) <= 3e-3
+
+
+def test_a_long_row_wraps_every_ring(emulated):
+    case = make_case(1, 8, "bf16", 2176)
+    out, lse = run(emulated(8, "bf16", late=True, reversed=True), case)
+    assert error_of(case, out, lse) <= 3e-3
+
+
+@pytest.mark.parametrize(("heads", "kv_dtype"), [(1, "bf16"), (12, "fp8"), (24, "bf16"), (80, "bf16"), (72, "fp8")])
+def test_head_counts_between_the_variants(emulated, heads, kv_dtype):
+    case = make_case(2, heads, kv_dtype, 70)
+    for splits in (1, 2):
+        out, lse = run(emulated(heads, kv_dtype), case, splits)
+        assert error_of(case, out, lse) <= 3e-3
+
+
+@pytest.mark.parametrize(("heads", "kv_dtype"), [(8, "bf16"), (16, "fp8"), (64, "bf16")])
+def test_strided_operands_and_nothing_read_beside_the_rows(emulated, library, heads, kv_dtype):
+    plain = make_case(2, heads, kv_dtype, 77)
+    q = torch.zeros(heads, 2, 528, dtype=torch.bfloat16)[:, :, 8:520].transpose(0, 1)
+    kv_rows = torch.zeros(211, 560, dtype=plain.kv_rows.dtype)
+    kv_rows[:, :512] = plain.kv_rows
+    indices = torch.full((2, 100), 5, dtype=torch.int32)[:, 3:80]
+    q.copy_(plain.q)
+    indices.copy_(plain.indices)
+    case = Case(q, kv_rows[:, :512], indices, plain.k_scale)
+    # Copies may read Q, and of the pool the rows that the indices name: not the padding, not a masked row.
+    library.allow_all()
+    for head, token in itertools.product(range(heads), range(2)):
+        library.allow(q[token, head].data_ptr(), 1024)
+    for row in set(indices.flatten().tolist()) & set(range(211)):
+        library.allow(kv_rows[row].data_ptr(), 512 * kv_rows.element_size())
+    out, lse = run(emulated(heads, kv_dtype), case)
+    assert error_of(case, out, lse) <= 3e-3
+    assert torch.equal(out, run(emulated(heads, kv_dtype, late=True), case)[0])
+
+
+@pytest.mark.parametrize("kind", ["low", "high", "equal", "rising"])
+@pytest.mark.parametrize(("heads", "kv_dtype"), [(8, "bf16"), (8, "fp8"), (64, "bf16")])
+def test_extreme_scores(emulated, heads, kv_dtype, kind):
+    case = make_case(1, heads, kv_dtype, 130, rows=130)
+    case.indices[0] = torch.arange(130, dtype=torch.int32)
+    whole = (torch.arange(130 * 512).view(130, 512) % 7 - 3).float()
+    if kind == "equal":
+        whole[:] = whole[0]
+    elif kind == "rising":  # each row scores higher than the one before: the maximum moves in every tile
+        whole = torch.arange(130).float()[:, None].expand(130, 512) / 16
+        case.q.fill_(0.25)
+    else:
+        whole[:, :64] = 8.0
+        case.q[:] = (case.q.float() * 2).round().clamp(-4, 4).to(torch.bfloat16)
+        case.q[:, :, :64] = 2048.0 if kind == "high" else -2048.0
+        case.scale = 0.15
+    case.kv_rows = whole.to(case.kv_rows.dtype)
+    out, lse = run(emulated(heads, kv_dtype), case)
+    k_scale = 1.0 if case.k_scale is None else case.k_scale.item()
+    reference, reference_lse = sparse_mla_reference(case.q, case.kv_rows, case.indices, case.scale, k_scale)
+    assert ((out.double() - reference).norm() / reference.norm()).item() <= 3e-3
+    assert ((lse - reference_lse).abs() <= 1e-5 + 1e-6 * reference_lse.abs()).all()
+
+
+def test_matrix_loads_are_free_of_bank_conflicts(emulated, library):
+    before = library.conflicts()
+    for heads, kv_dtype in SHAPES:
+        run(emulated(heads, kv_dtype), make_case(1, heads, kv_dtype, 70))
+    assert library.conflicts() == before == 0
+
+
+def test_masked_rows_are_not_copied(emulated, library):
+    """The control of the read check: with no row allowed, a single live index is an error."""
+    case = make_case(1, 8, "bf16", 40)
+    case.indices.fill_(-1)
+    library.allow_all()
+    library.allow(case.q.data_ptr(), case.q.numel() * 2)
+    out, _ = run(emulated(8, "bf16"), case)
+    assert (out == 0).all()
+    case.indices[0, 33] = 7
+    with pytest.raises(AssertionError, match="outside its tensors"):
+        run(emulated(8, "bf16"), case)
+
+
+BROKEN = {
+    "no wait for the tile": ("wait_copies<S::kSlots - 1>();", ""),
+    "no barrier after the partial scores": ("__syncthreads();\n      sum_scores<S>", "sum_scores<S>"),
+    "a swapped byte pair": ("0x3120", "0x3210"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_kernel_is_noticed(emulated, tmp_path, fault):
+    kv_dtype = "fp8" if "byte" in fault else "bf16"
+    broken = emulation.build(tmp_path, [variant_for(8, kv_dtype)], [BROKEN[fault]])
+    case = make_case(1, 8, kv_dtype, 193)
+    errors = []
+    for backwards, late in SCHEDULES:
+        try:
+            kernel = emulated(8, kv_dtype, library=broken, reversed=backwards, late=late)
+            errors.append(error_of(case, *run(kernel, case)))
+        except AssertionError:
+            errors.append(float("inf"))
+    assert not all(error <= 3e-3 for error in errors), errors
+
+
+@pytest.mark.parametrize(("size", "rank", "interleave"), [(1, 0, 1), (2, 1, 1), (4, 2, 16)])
+@pytest.mark.parametrize("block_size", [48, 144])
+def test_index_rows(on_cpu, library, block_size, size, rank, interleave):
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+    topk, requests = draw(-3, 3 * block_size * size, 5, 300), torch.tensor([0, 2, 1, 3, -1], dtype=torch.int32)
+    lengths, table = draw(0, 3 * block_size * size, 3), draw(-1, 40, 3, 2)
+    kernel = IndexRows(torch.device("cpu"), emulation.EmulatedFunction(library, "index_rows", "index_rows"))
+    out = torch.full((5, 310), 77, dtype=torch.int32)
+    dcp = dict(dcp_size=size, dcp_rank=rank, dcp_interleave=interleave)
+    kernel(topk, requests, lengths, table, block_size, 1000, out[:, 5:305], **dcp)
+    assert torch.equal(out[:, 5:305], index_rows_reference(topk, requests, lengths, table, block_size, 1000, **dcp))
+    assert (out[:, 5:305] >= 0).any() and (out[3:, 5:305] == -1).all()
+    assert (out[:, :5] == 77).all() and (out[:, 305:] == 77).all()
