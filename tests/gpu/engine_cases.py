@@ -56,6 +56,7 @@ class EngineCase:
             # A fixed cache, so that engines sharing a GPU do not see each other in their memory profiles.
             gpu_memory_utilization=0.03,
             kv_cache_memory_bytes=1 << 30,
+            enable_flashinfer_autotune=False,  # minutes at every first start, for kernels that are not compared
             seed=0,
         )
         if not self.eager:
