@@ -150,23 +150,24 @@ _RECIPES = (
             OURS_030,
             OURS,
             Setting(
-                "--gpu-memory-utilization 0.985", "90.65 GiB of weights leave nothing to give away; no display here"
+                "--gpu-memory-utilization 0.985",
+                "89 GiB of weights leave nothing to give away: no display, nothing else on these cards",
             ),
             Setting("--max-model-len 32768", "what the memory sum allows with some room"),
             Setting("--max-num-seqs 4", "CUDA graphs, state slots and logits for four streams only"),
             Setting("--max-num-batched-tokens 1024", "the smallest activations that still prefill at a useful rate"),
             FULL_GRAPHS,
-            draft(3, MTP_UNKNOWN),
             *PARSERS,
             NO_AUTOTUNE,
             TEXT_ONLY,
         ),
-        draft_tokens=3,
+        draft_tokens=0,
         reports=(),
         notes=(
-            "The tightest box: it depends on prefill_profile, which gives back the 2.3 GB that vLLM sets aside for a "
-            "dense prefill that never runs. If it does not boot, leave drafting out (the draft layer stays on disk: "
-            "about 2 GiB a rank) before anything else.",
+            "The tightest box. Drafting is left out because it does not fit: its layer takes 2 GiB of each card, and "
+            "with it vLLM's own plan has nothing left for the KV cache.",
+            "prefill_profile matters here: the 2.3 GB that vLLM sets aside for a dense prefill that never runs is as "
+            "much as the whole cache.",
         ),
     ),
     Recipe(
@@ -213,7 +214,7 @@ _RECIPES = (
             tensor_parallel(8),
             OURS_030,
             OURS,
-            Setting("--gpu-memory-utilization 0.92", "22.66 GiB of weights in 31.84; see the memory sum"),
+            Setting("--gpu-memory-utilization 0.92", "23 GiB of weights in 31.84; see the memory sum"),
             Setting("--max-model-len 131072", "what the memory sum allows with room for several streams"),
             Setting("--max-num-seqs 16", "each slot of linear-attention state costs memory on every card"),
             Setting("--max-num-batched-tokens 2048", "small activations"),

@@ -4,9 +4,12 @@ import ast
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from overlay.attention.choice import BACKEND_NAME
 from overlay.recipes.boxes import parse_release
 from overlay.recipes.declare import Recipe, RecipeError, Release, Setting
 from overlay.recipes.lines import launch, with_ray
-from overlay.rehearsal import driver
+from overlay.rehearsal import columns, driver
 from overlay.sources import VllmSources
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -48,7 +51,7 @@ def check(recipe: Recipe, model: Path | None, progress: Callable[[str], None] = 
     release = parse_release(sources.version)
     findings = [*_accepted(recipe, release), *_names(recipe, release, sources)]
     column = rehearse(recipe, release, model, progress)
-    return [*findings, *_plan(recipe, column)]
+    return [*findings, *plan(column, published=model is None)]
 
 
 def commands(recipe: Recipe, release: Release) -> list[list[str]]:
@@ -109,24 +112,37 @@ def rehearse(
     recipe: Recipe, release: Release, model: Path | None, progress: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
     """The overlay's column of a rehearsal with exactly the recipe's environment and flags."""
-    from overlay.rehearsal import columns
-
-    chosen = recipe.flags_for(release)
-    flags = [s for s in chosen if not s.text.startswith("--tensor-parallel-size")]
-    given = dict(s.text.split("=", 1) for s in recipe.environment_for(release) if s.text.startswith("VLLM_"))
-    given.pop("VLLM_HOST_IP", None)  # an address of the real node
-    question = columns.Question(
-        model=model or GEOMETRY,
-        capability=recipe.capability,
-        tp=recipe.gpus,
-        flags=arguments(flags),
-        memory=int(recipe.memory * columns.GIB),
-    )
-    return columns.ask(question, progress, columns=("overlay",), base={**os.environ, **given})["overlay"]
+    with stand_in() if model is None else nullcontext(model) as folder:
+        asked, base = question(recipe, release, folder), {**os.environ, **variables(recipe, release)}
+        return columns.ask(asked, progress, columns=("overlay",), base=base)["overlay"]
 
 
-def _plan(recipe: Recipe, column: dict[str, Any]) -> Iterator[Finding]:
-    """What the rehearsal must have come to."""
+def question(recipe: Recipe, release: Release, model: Path) -> columns.Question:
+    """The recipe as a rehearsal takes it: one host with all ranks, whatever the nodes."""
+    flags = [s for s in recipe.flags_for(release) if not s.text.startswith("--tensor-parallel-size")]
+    memory = int(recipe.memory * columns.GIB)
+    return columns.Question(model, recipe.capability, tp=recipe.gpus, flags=arguments(flags), memory=memory)
+
+
+def variables(recipe: Recipe, release: Release) -> dict[str, str]:
+    """vLLM's own variables among the recipe's; an address of a real node means nothing in a rehearsal."""
+    pairs = (setting.text.split("=", 1) for setting in recipe.environment_for(release))
+    return {name: value for name, value in pairs if name.startswith("VLLM_") and not value.startswith("$")}
+
+
+@contextmanager
+def stand_in() -> Iterator[Path]:
+    """A folder with the published geometry and a small tokenizer: vLLM asks that for the thinking tokens' ids."""
+    from overlay.checkpoint.tiny_tokenizer import write_tokenizer
+
+    with tempfile.TemporaryDirectory(prefix="overlay-recipe-") as folder:
+        shutil.copyfile(GEOMETRY, Path(folder) / "config.json")
+        write_tokenizer(Path(folder), 1_048_576)
+        yield Path(folder)
+
+
+def plan(column: dict[str, Any], published: bool) -> Iterator[Finding]:
+    """What the rehearsal must have come to; of the `published` checkpoint it is known that its experts are W4A16."""
     failure = column["failure"]
     told = f"stopped at {failure['stage']}: {failure['error']}" if failure else "every stage up to the weights"
     yield Finding("boots", column["boots"], told)
@@ -135,7 +151,8 @@ def _plan(recipe: Recipe, column: dict[str, Any]) -> Iterator[Finding]:
         dtype = column.get("kv_cache_dtype", "?")
         yield Finding("attention backend", backend == BACKEND_NAME, f"{backend}, KV {dtype}")
     if "moe_backend" in column:
-        yield Finding("experts", column["moe_quantization"] != "NVFP4", f"{column['moe_backend']}")
+        detail = f"{column['moe_backend']}, {column['moe_quantization']}"
+        yield Finding("experts", not published or "W4A16" in column["moe_quantization"], detail)
     if "kv_tokens" in column:
         longest = column["max_model_len"]
         detail = f"{column['kv_tokens']:,} tokens in blocks of {column['block_size']:,}, max_model_len {longest:,}"

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from overlay.recipes.boxes import MODEL
 from overlay.recipes.declare import Recipe, Release, Setting, dotted
-from overlay.recipes.memory import budget
+from overlay.recipes.memory import DRAFT_GIB, WHOLE_GIB, budget
 from overlay.table import table
 
 
@@ -53,8 +53,13 @@ def memory_lines(recipe: Recipe) -> list[str]:
     return [
         f"fp8 rows: {budget(recipe)}",
         f"bf16 rows: {_tokens(recipe, 'bfloat16')}; vLLM's own fp8_ds_mla rows: {_tokens(recipe, 'fp8_ds_mla')}",
-        f"card: {recipe.memory:g} GiB ({recipe.memory_source}); weights: 181.3 GiB / {recipe.gpus}",
+        f"card: {recipe.memory:g} GiB ({recipe.memory_source}); weights: {_weights(recipe)}",
     ]
+
+
+def _weights(recipe: Recipe) -> str:
+    whole = f"181.3 GiB over {recipe.gpus} ranks, of which {WHOLE_GIB} GiB are on each"
+    return whole if recipe.draft_tokens else f"{whole}, without the {DRAFT_GIB} GiB of the draft layer"
 
 
 def _tokens(recipe: Recipe, kv_cache_dtype: str) -> str:

@@ -7,6 +7,10 @@ from overlay.recipes.declare import Recipe
 GIB = 1024**3
 # LibertAIDAI/GLM-5.3-Flash-NVFP4 as its makers give it: routed experts in 4 bits, everything else BF16.
 WEIGHTS_GIB = 181.3
+# Of these, what is not loaded without drafting: the experts of the draft layer, and its attention in BF16.
+DRAFT_GIB = 4.2
+# And what every rank keeps whole: routers, indexers, the down-projections of attention, hyper-connections.
+WHOLE_GIB = 0.7
 # Activations, CUDA graphs, the CUDA context and NCCL; a rehearsal uses the same figure.
 ALLOWANCE_GIB = 3.0
 
@@ -18,7 +22,10 @@ ROW_BYTES = {"fp8": LATENT_WIDTH, "bfloat16": 2 * LATENT_WIDTH, "fp8_ds_mla": 65
 
 @dataclass(frozen=True)
 class Budget:
-    """GiB of one GPU, and the tokens that what is left holds."""
+    """GiB of one GPU, and the tokens that what is left holds at most.
+
+    vLLM's planner also places the states of the linear-attention layers, and comes to fewer: `recipe NAME --check`.
+    """
 
     memory: float
     utilization: float
@@ -35,7 +42,7 @@ class Budget:
     def __str__(self) -> str:
         start = f"{self.memory:.2f} GiB x {self.utilization:g} - {self.weights:.2f} (weights) - {self.allowance:.2f}"
         end = f" = {self.left:.2f} GiB for the KV cache"
-        tokens = f", {self.tokens:,} tokens of {self.token_bytes:,} bytes" if self.fits else ": it does not fit"
+        tokens = f", at most {self.tokens:,} tokens of {self.token_bytes:,} bytes" if self.fits else ": it does not fit"
         return f"{start} (activations, graphs, CUDA, NCCL){end}{tokens}"
 
 
@@ -48,8 +55,9 @@ def token_bytes(kv_cache_dtype: str, draft_layer: bool) -> int:
 
 
 def budget(recipe: Recipe, kv_cache_dtype: str = "fp8") -> Budget:
-    """The sum for one GPU of a recipe. Half a GiB that every rank keeps whole is inside the allowance."""
-    weights = WEIGHTS_GIB / recipe.gpus
+    """The sum for one GPU of a recipe."""
+    loaded = WEIGHTS_GIB - (0 if recipe.draft_tokens else DRAFT_GIB)
+    weights = (loaded - WHOLE_GIB) / recipe.gpus + WHOLE_GIB
     left = recipe.memory * recipe.utilization - weights - ALLOWANCE_GIB
     each = token_bytes(kv_cache_dtype, recipe.draft_tokens > 0)
     tokens = max(int(left * GIB / each), 0)
