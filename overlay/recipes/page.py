@@ -26,7 +26,7 @@ What is known and what is not:
   `python -m overlay bench` and `python -m overlay accept`.
 - The memory sums are arithmetic: 181.3 GiB of weights over the ranks, 3 GiB for activations, CUDA graphs, CUDA, NCCL,
   the rest for the KV cache.
-- `--block-size` is in none of them: vLLM resolves it (in 0.33, 4,352 tokens at TP 2 and 2,304 at TP 4 with fp8 rows, and
+- `--block-size` is in none of them: vLLM resolves it (in 0.33 with fp8 rows, 4,352 tokens at TP 2 and 2,304 at TP 4,
   somewhat more with drafting). On 0.30 and 0.31 the patch `kpool_block_size` sees to it; without the overlay, people
   gave `--block-size 2304` by hand.
 - `--moe-backend` is in none of them either: the checkpoint is weight-only, so vLLM takes it for W4A16 and runs Marlin.
