@@ -6,7 +6,17 @@ from pathlib import Path
 
 from overlay.checkpoint import audit_activations, audit_claims, audit_scales, audit_shards, audit_storage
 from overlay.checkpoint.audit_activations import Activation
-from overlay.checkpoint.audit_config import CONFIG, SIDE_FILE, QuantConfig, Statement, in_effect, load_json, read, state
+from overlay.checkpoint.audit_config import (
+    CONFIG,
+    SIDE_FILE,
+    QuantConfig,
+    Statement,
+    architecture,
+    in_effect,
+    load_json,
+    read,
+    state,
+)
 from overlay.checkpoint.audit_headers import HeaderError
 from overlay.checkpoint.audit_modules import Module, Total, modules, shape, totals
 from overlay.checkpoint.audit_names import family, runtime_modules
@@ -99,7 +109,7 @@ def audit(path: Path | str) -> Audit:
     found += [*missing, *audit_scales.findings(scales)]
     return Audit(
         path=folder,
-        architecture=next(iter(config.get("architectures") or ()), "unknown"),
+        architecture=architecture(config) or "unknown",
         config=used,
         statement=state(used),
         totals=tuple(totals(present)),
@@ -113,8 +123,7 @@ def _vision(folder: Path, config: Mapping, present: list[Module]) -> list[Findin
     if not isinstance(config.get("vision_config"), Mapping):
         return []
     found = []
-    architecture = next(iter(config.get("architectures") or ()), "")
-    if architecture.startswith("Glm5Next") and not (folder / "processor_config.json").exists():
+    if architecture(config).startswith("Glm5Next") and not (folder / "processor_config.json").exists():
         cure = "copy it from the model that was quantised, or --language-model-only"
         if (folder / "preprocessor_config.json").exists():
             # transformers 5.20 reads that file's top level for both halves; older ones stop. Settings below

@@ -1,5 +1,7 @@
 """What is wrong with the quantisation configurations themselves: unusable, contradictory or mislabelled."""
 
+import re
+
 from overlay.checkpoint.audit_config import ALGORITHMS, CONFIG, SIDE_FILE, QuantConfig, in_effect
 from overlay.checkpoint.findings import Finding, error, some, warning
 
@@ -56,6 +58,17 @@ def _unusable(config: QuantConfig) -> list[Finding]:
                 f"get {SIDE_FILE} of the same export, which has the map",
             )
         )
+    patterns = [*config.exclude, *(target for group in config.groups for target in group.targets)]
+    for pattern in patterns if config.method in ("compressed-tensors", "quark") else ():
+        if pattern.startswith("re:") and (problem := _regex_problem(pattern[3:])):
+            found.append(
+                error(
+                    "bad_pattern",
+                    f"{config.file}: {pattern!r} is not a regular expression: {problem}",
+                    "vLLM raises re.error when it builds the first layer",
+                    "correct the pattern",
+                )
+            )
     unknown: dict[str, list[str]] = {}
     for name, scheme in config.layers.items():
         if not scheme.known:
@@ -72,6 +85,14 @@ def _unusable(config: QuantConfig) -> list[Finding]:
             )
         )
     return found
+
+
+def _regex_problem(pattern: str) -> str | None:
+    try:
+        re.compile(pattern)
+    except re.error as problem:
+        return str(problem)
+    return None
 
 
 def _self_contradiction(config: QuantConfig) -> list[Finding]:

@@ -78,7 +78,9 @@ class QuantConfig:
     @cached_property
     def producer(self) -> str:
         producer = self.document.get("producer")
-        return " ".join(str(producer[key]) for key in ("name", "version") if key in producer) if producer else ""
+        if not isinstance(producer, Mapping):
+            return ""
+        return " ".join(str(producer[key]) for key in ("name", "version") if key in producer)
 
     @cached_property
     def algorithm(self) -> str:
@@ -88,8 +90,8 @@ class QuantConfig:
     @cached_property
     def exclude(self) -> tuple[str, ...]:
         """Modules that are not quantised, in the method's own pattern language."""
-        entries = next((self.body[key] for key in ("ignore", "exclude_modules", "exclude") if self.body.get(key)), ())
-        return tuple(entry for entry in entries if isinstance(entry, str))
+        keys = ("exclude_modules",) if self.nested else ("ignore", "exclude_modules", "exclude")
+        return _strings(next((self.body[key] for key in keys if key in self.body), None))
 
     @cached_property
     def layers(self) -> Mapping[str, Scheme]:
@@ -104,7 +106,7 @@ class QuantConfig:
     @cached_property
     def groups(self) -> tuple[Group, ...]:
         if self.method == "quark":
-            return (Group((), _quark_scheme(self.body.get("global_quant_config") or {})),)
+            return (Group((), _quark_scheme(self.body.get("global_quant_config"))),)
         # ModelOpt writes the groups at the top or below "quantization", as a table or as a list.
         return tuple(
             Group(_strings(group.get("targets")), _group_scheme(group)) for group in config_groups(self.document)
@@ -157,6 +159,11 @@ def load_json(file: Path) -> Mapping | None:
     if not isinstance(document, dict):
         raise CheckpointError(f"{file} holds a JSON {type(document).__name__}, not an object")
     return document
+
+
+def architecture(config: Mapping) -> str:
+    """The first architecture that config.json names; "" where it names none."""
+    return next(iter(_strings(config.get("architectures"))), "")
 
 
 def read(document: Mapping | None, file: str = CONFIG) -> QuantConfig | None:
@@ -227,9 +234,9 @@ def _number_format(entry: object) -> str:
     return f"{kind}{bits}"
 
 
-def _quark_scheme(entry: Mapping) -> Scheme:
+def _quark_scheme(entry: object) -> Scheme:
     """Quark gives NVFP4 as lists of two stages: fp4 by groups of 16, then the groups' scales as fp8 by tensor."""
-    weights, inputs = entry.get("weight"), entry.get("input_tensors")
+    weights, inputs = _get(entry, "weight"), _get(entry, "input_tensors")
     return Scheme(_quark_format(weights), _quark_format(inputs) if inputs else None)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch, fnmatchcase
 
 from overlay.checkpoint import audit_modules as kinds
-from overlay.checkpoint.audit_config import ALGORITHMS, W4A16, QuantConfig, Scheme
+from overlay.checkpoint.audit_config import ALGORITHMS, W4A16, QuantConfig, Scheme, architecture
 from overlay.checkpoint.audit_modules import Module
 
 # Fused module -> the checkpoint's modules, the first set that is there in full.
@@ -66,10 +66,9 @@ class Runtime:
 
 def family(config: Mapping) -> Family:
     """The architecture named by config.json. Other families than glm5_next are taken to know every fusion they have."""
-    architecture = next(iter(config.get("architectures") or ()), "")
     plain = {kinds.ROUTER, kinds.EMBEDDING, kinds.OTHER, kinds.INDEXER}
     renames = isinstance(config.get("text_config"), Mapping)
-    if architecture.startswith("Glm5Next"):
+    if architecture(config).startswith("Glm5Next"):
         # models/glm5next/common/model.py and kda.py: attention, vision and router get no quantisation configuration.
         plain |= {kinds.ATTENTION, kinds.LINEAR_ATTENTION, kinds.VISION}
         return Family(renames, {"gate_up_proj": FUSIONS["gate_up_proj"]} if renames else {}, frozenset(plain))
@@ -144,7 +143,7 @@ def built(config: QuantConfig, module: Runtime, model: Family, entries: Sequence
         return W4A16 if config.promoted and config.algorithm == "NVFP4" else ALGORITHMS.get(config.algorithm)
     if config.method in ("compressed-tensors", "quark"):
         names = [f"{module.name}.0.{part}" for part in _expert_parts(module)] if experts else [module.name]
-        if all(_ignored(name, entries, model.packed) for name in names):
+        if all(ignored(name, entries, model.packed) for name in names):
             return None
         return next(
             (g.scheme for g in config.groups if not g.targets or _targeted(names, module, g.targets, model)), None
@@ -198,26 +197,27 @@ def _listed(config: QuantConfig, module: Runtime, model: Family) -> Scheme | Non
     return found if found is None or found.known else None
 
 
-def _ignored(name: str, entries: Sequence[str], packed: Mapping[str, Sequence[str]]) -> bool:
+def ignored(name: str, entries: Sequence[str], packed: Mapping[str, Sequence[str]]) -> bool:
     """compressed-tensors and Quark: equal, or a `re:` pattern that matches; fused modules by their parts."""
-    if any(_matches(name, entry) for entry in entries):
+    if any(matches(name, entry) for entry in entries):
         return True
     parent, _, last = name.rpartition(".")
     if last not in packed:
         return False
-    ignored = [any(_matches(f"{parent}.{part}", entry) for entry in entries) for part in packed[last]]
+    ignored = [any(matches(f"{parent}.{part}", entry) for entry in entries) for part in packed[last]]
     if any(ignored) and not all(ignored):
         raise Conflict(f"the exclusion list names {sum(ignored)} of the {len(ignored)} parts of {last}")
     return all(ignored)
 
 
-def _matches(name: str, entry: str) -> bool:
+def matches(name: str, entry: str) -> bool:
+    """compressed-tensors and Quark: equal, or a `re:` pattern that matches from the start."""
     if not entry.startswith("re:"):
         return name == entry
     try:
         return re.match(entry[3:], name) is not None
-    except re.error as problem:
-        raise Conflict(f"{entry!r} is not a regular expression: {problem}") from problem
+    except re.error:  # audit_claims says so
+        return False
 
 
 def _targeted(names: Sequence[str], module: Runtime, targets: Sequence[str], model: Family) -> bool:
@@ -227,8 +227,8 @@ def _targeted(names: Sequence[str], module: Runtime, targets: Sequence[str], mod
     for name in names:
         parent, _, last = name.rpartition(".")
         parts = [f"{parent}.{part}" for part in model.packed.get(last, ())]
-        by_name = any(_matches(name, target) for target in targets)
-        by_parts = bool(parts) and all(any(_matches(part, target) for target in targets) for part in parts)
+        by_name = any(matches(name, target) for target in targets)
+        by_parts = bool(parts) and all(any(matches(part, target) for target in targets) for part in parts)
         if not (by_name or by_parts):
             return False
     return True
@@ -244,10 +244,6 @@ def meant_to_be_excluded(module: Module, config: QuantConfig) -> bool:
     ancestors = module.name.split(".")
     names = [".".join(ancestors[:end]) for end in range(1, len(ancestors) + 1)]
     return any(
-        (re.match(entry[3:], module.name) is not None) if entry.startswith("re:") else any(map(_glob(entry), names))
+        matches(module.name, entry) if entry.startswith("re:") else any(fnmatchcase(name, entry) for name in names)
         for entry in config.exclude
     )
-
-
-def _glob(entry: str):
-    return lambda name: fnmatchcase(name, entry)

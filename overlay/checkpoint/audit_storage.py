@@ -15,6 +15,7 @@ from overlay.checkpoint.audit_names import (
     built,
     excluded_by,
     exclusions,
+    matches,
     meant_to_be_excluded,
 )
 from overlay.checkpoint.findings import Finding, counted, error, info, layers_text, some, warning
@@ -201,10 +202,7 @@ def idle_entries(config: QuantConfig | None, modules: Sequence[Module], runtime:
 
 def _fits_any(entry: str, names: Iterable[str], text: str) -> bool:
     if entry.startswith("re:"):
-        try:
-            return any(re.match(entry[3:], name) for name in names)
-        except re.error:
-            return False
+        return any(matches(name, entry) for name in names)
     # `x.*` is meant for everything below x; the stars inside stand for one or more components.
     pattern = ".*".join(re.escape(part) for part in entry.removesuffix("*").removesuffix(".").split("*"))
     return re.search(pattern, text) is not None

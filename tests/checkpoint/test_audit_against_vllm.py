@@ -50,7 +50,7 @@ def test_modelopt_exclusions_are_vllms(vllm, form):
 def test_compressed_tensors_exclusions_are_vllms(vllm, form):
     model = family(form)
     ours = {
-        f"{number} {name}": answer(lambda n=name, e=listed: audit_names._ignored(n, e, model.packed))
+        f"{number} {name}": answer(lambda n=name, e=listed: audit_names.ignored(n, e, model.packed))
         for number, listed in enumerate(audit_in_vllm.PATTERNS)
         for name in audit_in_vllm.NAMES
     }

@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from overlay.checkpoint import audit_claims
+from overlay.checkpoint.audit import audit
 from overlay.checkpoint.audit_config import SIDE_FILE, in_effect, load_json, read, state
 from overlay.checkpoint.tiny_config import CheckpointError
 from tests.checkpoint import small
@@ -142,18 +145,57 @@ def test_a_file_that_is_no_json_object_is_named(tmp_path, content):
     assert load_json(tmp_path / "other.json") is None
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        {"quantization_config": {}},
-        {"quantization_config": {"quant_method": None, "config_groups": 7, "ignore": {"a": 1}}},
-        {"quantization_config": {"quant_algo": 4, "quantized_layers": ["a"], "producer": "me"}},
-        {"quantization_config": {"quant_method": "quark", "global_quant_config": {"weight": [1, 2]}}},
-        {"quantization_config": {"config_groups": [{"weights": "x", "targets": "y"}], "kv_cache_scheme": {"type": 3}}},
-        {"quantization_config": "modelopt", "text_config": 5},
-    ],
+KEYS = (
+    "quantization_config", "text_config", "compression_config", "quantization", "quant_method", "quant_algo",
+    "producer", "name", "version", "config_groups", "group_0", "weights", "input_activations", "targets", "num_bits",
+    "type", "group_size", "ignore", "exclude", "exclude_modules", "quantized_layers", "kv_cache_scheme", "kv_cache_quant_algo",
+    "global_quant_config", "weight", "input_tensors", "dtype", "architectures", "num_hidden_layers", "layer_types",
+)  # fmt: skip
+WORDS = (
+    "modelopt",
+    "quark",
+    "compressed-tensors",
+    "NVFP4",
+    "MIXED_PRECISION",
+    "float",
+    "fp4",
+    "name",
+    "re:(",
+    "lm_head",
 )
-def test_odd_documents_raise_nothing(document):
-    config = read(document)
-    state(config)
-    audit_claims.findings(config, None)
+LEAVES = st.one_of(st.none(), st.booleans(), st.integers(-1, 16), st.floats(), st.sampled_from(WORDS))
+JSON = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(KEYS), inner, max_size=6)),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(main=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=8), body=JSON)
+@example({"quantization_config": {"producer": "my name", "ignore": {"a": 1}}}, None)
+@example({}, {"quant_method": "quark", "global_quant_config": ["weight"]})
+@example({}, {"quant_method": "quark", "global_quant_config": {"weight": [1, 2]}})
+@example({}, {"quant_algo": 4, "quantized_layers": ["a"], "config_groups": 7})
+def test_odd_documents_raise_nothing(checkpoint, main, body):
+    """Whatever JSON a checkpoint comes with, the audit answers."""
+    for document in (main, {"quantization_config": body}):
+        (checkpoint / "config.json").write_text(json.dumps(document))
+        (checkpoint / SIDE_FILE).write_text(json.dumps({"quantization": body}))
+        result = audit(checkpoint)
+        assert result.bytes > 0
+        json.dumps(result.as_json())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    tensors = small.plain("lm_head") | small.nvfp4("model.layers.0.mlp.experts.0.up_proj") | small.compressed("model.a")
+    return small.write(tmp_path_factory.mktemp("odd"), {}, tensors)
+
+
+@pytest.mark.parametrize("place", ["ignore", "targets"])
+def test_a_pattern_that_is_no_regular_expression(place):
+    group = {**small.GROUP, "targets": ["re:(" if place == "targets" else "Linear"], "input_activations": None}
+    ignore = ["re:("] if place == "ignore" else ["lm_head"]
+    config = read({"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ignore})
+    assert [finding.check for finding in audit_claims.findings(config, None)] == ["bad_pattern"]
