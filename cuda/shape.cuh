@@ -44,8 +44,9 @@ struct Shape {
   static_assert(Heads == 8 || Heads == 16 || Heads == 32 || Heads == 64, "heads of a block");
   static_assert(kReplicated || kHeadTiles == kSlices, "the warp of slice i finishes head tile i");
   static_assert(kSlots >= (kGroups == 1 ? 2 : 3), "tiles in flight");
-  // An index is fetched kRing tiles ahead, arrives kSlots tiles later at the latest and is used kSlots tiles before its turn.
-  static_assert(kRing >= 2 * kSlots, "indices must arrive before the gather that uses them");
+  // An index is fetched kRing tiles ahead, has arrived kSlots tiles later, and is read kSlots tiles before its turn, ahead of that
+  // tile's barrier.
+  static_assert(kRing >= 2 * kSlots + (kGroups == 1), "indices must arrive before the gather that uses them");
 };
 
 template <class S>
