@@ -93,13 +93,13 @@ class Client:
 
     async def card(self) -> Mapping[str, Any]:
         """The model's entry in /v1/models (the first one where no name was given). Raises Fault and UsageError."""
-        status, body = await self.get("/v1/models")
+        status, said = await self.get("/v1/models")
         if status != 200:
-            raise Fault("http", f"/v1/models answered {status}: {body[:BODY_CHARACTERS]}")
+            raise Fault("http", f"/v1/models answered {status}: {said[:BODY_CHARACTERS]}")
         try:
-            cards = {card["id"]: card for card in json.loads(body)["data"]}
+            cards = {card["id"]: card for card in json.loads(said)["data"]}
         except (ValueError, KeyError, TypeError):
-            raise Fault("malformed", f"/v1/models is not a list of models: {body[:BODY_CHARACTERS]}") from None
+            raise Fault("malformed", f"/v1/models is not a list of models: {said[:BODY_CHARACTERS]}") from None
         if not cards:
             raise Fault("malformed", "/v1/models lists no model")
         if self.model is None:
@@ -111,10 +111,10 @@ class Client:
     async def metric(self, name: str) -> float | None:
         """Sum of a Prometheus metric over its labels; None where /metrics does not have it."""
         try:
-            status, body = await self.get("/metrics")
+            status, said = await self.get("/metrics")
         except Fault:
             return None
-        values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", body, re.M) if status == 200 else []
+        values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", said, re.M) if status == 200 else []
         return sum(map(float, values)) if values else None
 
     async def ask(
@@ -130,21 +130,8 @@ class Client:
 
         Raises Fault for anything but a complete stream.
         """
-        request: dict[str, Any] = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "seed": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "chat_template_kwargs": {"enable_thinking": False},
-        }
-        if ignore_eos:
-            request["ignore_eos"] = True
-        if top:
-            request |= {"logprobs": True, "top_logprobs": top}
-        stream = _Stream(time.monotonic())
+        request = body(self.model, prompt, max_tokens, temperature, ignore_eos, top)
+        stream = Stream(time.monotonic())
         connecting = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         clock = asyncio.get_running_loop().time
         try:
@@ -153,8 +140,8 @@ class Client:
                 self.session.post(self.url + "/v1/chat/completions", json=request, timeout=connecting) as response,
             ):
                 if response.status != 200:
-                    body = await response.text(errors="replace")
-                    raise Fault("http", f"HTTP {response.status}: {body[:BODY_CHARACTERS]}")
+                    said = await response.text(errors="replace")
+                    raise Fault("http", f"HTTP {response.status}: {said[:BODY_CHARACTERS]}")
                 async for line in response.content:
                     before = len(stream.pieces)
                     if stream.take(line):
@@ -175,7 +162,28 @@ class Client:
         return answer
 
 
-class _Stream:
+def body(
+    model: str | None, prompt: str, max_tokens: int, temperature: float = 0.0, ignore_eos: bool = False, top: int = 0
+) -> dict[str, Any]:
+    """The JSON of one request to /v1/chat/completions. Seeded, so that sampling is repeatable as well."""
+    request: dict[str, Any] = {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    if ignore_eos:
+        request["ignore_eos"] = True
+    if top:
+        request |= {"logprobs": True, "top_logprobs": top}
+    return request
+
+
+class Stream:
     """Server-sent events of one answer, put together."""
 
     def __init__(self, sent: float) -> None:
