@@ -22,8 +22,12 @@ PATCH_IDS: tuple[str, ...] = (
     "indexer_bounds",
     "prefill_profile",
     "indexer_topk",
+    "kda_pdl",
+    "kpool_block_size",
     "cudagraph_defaults",
     "integrated_memory",
+    "indexer_workspace",
+    "flashinfer_probe",
     "compile_cache",
     "process_proof",
 )

@@ -10,7 +10,7 @@ from tests.conftest import run_python
 
 SCENARIOS = {path.stem for path in (Path(__file__).parent / "scenarios").glob("[a-z]*.py")}
 ALONE = {"indexer_bounds"}  # needs a process of its own: its module says why
-SWITCHES = ""
+SWITCHES = "kda_pdl=true,kpool_block_size=true"  # off by default; in no release
 
 
 @pytest.fixture(scope="session")
