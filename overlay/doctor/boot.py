@@ -4,15 +4,19 @@
 one core are autotuning or compiling; workers that wait for each other use one core at most.
 """
 
+import re
 import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from itertools import takewhile
 
 from overlay.doctor.checks import Outcome, Surroundings, passed, warned
 
 BUSY = 150.0  # percent of one core
 SAMPLE_SECONDS = 1.0
+# A command line of vLLM's: `vllm serve`, `python -m vllm.entrypoints...`, or a process that it has renamed.
+OF_VLLM = re.compile(r"(^|[\s/])vllm(\s|$)|\bvllm\.entrypoints\b|^VLLM::")
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,10 @@ def measure(processes: list) -> list[Worker]:
 
 
 def engines(processes: list) -> dict:
-    """Process ids by engine: the topmost process above them that is vLLM's (its API server, most often)."""
+    """Process ids by engine: the topmost process of vLLM's above them (its API server, most often)."""
     found: dict = {}
     for process in processes:
-        above = [parent for parent in _quiet(process.parents, []) if "vllm" in _command(parent).lower()]
+        above = list(takewhile(lambda parent: OF_VLLM.search(_command(parent)), _quiet(process.parents, [])))
         found.setdefault(above[-1] if above else process, set()).add(process.pid)
     return found
 

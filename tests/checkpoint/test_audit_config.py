@@ -147,9 +147,10 @@ def test_a_file_that_is_no_json_object_is_named(tmp_path, content):
 
 KEYS = (
     "quantization_config", "text_config", "compression_config", "quantization", "quant_method", "quant_algo",
-    "producer", "name", "version", "config_groups", "group_0", "weights", "input_activations", "targets", "num_bits",
-    "type", "group_size", "ignore", "exclude", "exclude_modules", "quantized_layers", "kv_cache_scheme", "kv_cache_quant_algo",
-    "global_quant_config", "weight", "input_tensors", "dtype", "architectures", "num_hidden_layers", "layer_types",
+    "producer", "name", "version", "config_groups", "group_0", "weights", "input_activations", "targets",
+    "num_bits", "type", "group_size", "ignore", "exclude", "quantized_layers", "kv_cache_scheme",
+    "kv_cache_quant_algo", "exclude_modules", "global_quant_config", "weight", "input_tensors", "dtype",
+    "architectures", "num_hidden_layers", "layer_types",
 )  # fmt: skip
 WORDS = (
     "modelopt",
