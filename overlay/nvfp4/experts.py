@@ -8,7 +8,7 @@ import torch
 from overlay.nvfp4 import scales, unloaded
 from overlay.nvfp4.findings import layer_name
 from overlay.nvfp4.policy import Policy
-from overlay.nvfp4.settle import Subject, settle
+from overlay.nvfp4.settle import NO_VALUE, Subject, settle
 
 # Kernels that take 16-bit activations: they drop the input scales, whatever was loaded.
 WEIGHT_ONLY_BACKENDS = frozenset({"MARLIN", "HUMMING"})
@@ -72,7 +72,7 @@ def check_weight_scales(subject: Subject, layer: torch.nn.Module, form: ExpertFo
     for name in form.globals:
         spread(subject, layer, name)
         if bad := scales.unusable_weight_scales(getattr(layer, name), form.reciprocal):
-            raise subject.refuse("no usable value", name, NO_WEIGHT_SCALE, bad)
+            raise subject.refuse(NO_VALUE, name, NO_WEIGHT_SCALE, bad)
     for name in form.blocks:
         blocks = getattr(layer, name).data
         whole, partly = scales.unloaded_blocks(blocks)
@@ -174,7 +174,7 @@ def route(subject: Subject, method: object, form: ExpertFormat) -> None:
     parameters, before = " and ".join(form.inputs), method.nvfp4_backend.value
     if getattr(method, "moe_kernel", None) is not None:
         raise subject.refuse(
-            "no usable value after a reload",
+            f"{NO_VALUE} after a reload",
             parameters,
             f"The layer was built for {before}, which quantises activations, and captured graphs keep it so. Reload a "
             "checkpoint of the kind the engine was started with.",
@@ -184,7 +184,7 @@ def route(subject: Subject, method: object, form: ExpertFormat) -> None:
     except (ValueError, NotImplementedError) as error:
         flag = method.moe.moe_backend
         raise subject.refuse(
-            "no usable value",
+            NO_VALUE,
             parameters,
             f"--moe-backend {flag} quantises activations and cannot compute without them. Leave the flag out, or use "
             f"--moe-backend marlin. vLLM says: {error}"
@@ -198,4 +198,25 @@ def route(subject: Subject, method: object, form: ExpertFormat) -> None:
     if hasattr(method, "use_global_sf"):
         method.use_global_sf = oracle.is_global_sf_supported_for_nvfp4_backend(method.nvfp4_backend)
     cure = f"routed to W4A16 ({method.nvfp4_backend.value} instead of {before})"
-    subject.note("no usable value", parameters, cure)
+    subject.note(NO_VALUE, parameters, cure)
+
+
+def fold_input_scales(method: object, layer: torch.nn.Module, form: ExpertFormat, global_scales: torch.Tensor) -> None:
+    """After a conversion without the experts' own last step, which multiplies the input scales into the alphas.
+
+    vLLM's Quark method does: with every backend that quantises activations in the kernel, its experts compute outputs
+    that are too large by the reciprocal of the input scale (by 100, at 0.01). Emulation and weight-only kernels have
+    nothing to fold. `global_scales` ``[experts]`` are gate's as loaded: alphas that equal them were not multiplied.
+    """
+    alphas = method.moe_quant_config.g1_alphas
+    if getattr(layer, form.inputs[0], None) is None or not torch.equal(alphas, global_scales):
+        return
+    names = ("w13_input_scale", "w2_input_scale")
+    for name, own in zip(names, form.inputs, strict=True):
+        setattr(layer, name, getattr(layer, own))
+    method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+    for name in names:
+        delattr(layer, name)
+    if not torch.equal(alphas, global_scales):
+        subject = Subject(f"{form.label} experts", layer_name(layer), "experts")
+        subject.note("scales that vLLM leaves out of the alphas", " and ".join(form.inputs), "multiplied in")

@@ -10,7 +10,7 @@ from overlay.nvfp4 import scales, unloaded
 from overlay.nvfp4.experts import NO_WEIGHT_SCALE
 from overlay.nvfp4.findings import is_draft, layer_name
 from overlay.nvfp4.policy import Policy
-from overlay.nvfp4.settle import Subject, settle
+from overlay.nvfp4.settle import NO_VALUE, Subject, settle
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def check_weight_scales(subject: Subject, layer: torch.nn.Module, form: LinearFo
     values, blocks = getattr(layer, form.globals).data, getattr(layer, form.blocks).data
     spread(subject, values, form.globals)
     if bad := scales.unusable_weight_scales(values, form.reciprocal):
-        raise subject.refuse("no usable value", form.globals, NO_WEIGHT_SCALE, bad)
+        raise subject.refuse(NO_VALUE, form.globals, NO_WEIGHT_SCALE, bad)
     if any(scales.unloaded_blocks(blocks)):
         raise subject.refuse("values that were never loaded", form.blocks, NO_WEIGHT_SCALE)
     if scales.reconcile(values[None], blocks[None], layer.logical_widths, form.reciprocal):
@@ -117,7 +117,7 @@ def settle_input_scale(
         offer_plain_input(layer, owner.kernel)
         now = type(owner.kernel).__name__
         cure = f"routed to W4A16 ({now})" if now == before else f"routed to W4A16 ({now} instead of {before})"
-        subject.note("no usable value", form.input, cure)
+        subject.note(NO_VALUE, form.input, cure)
 
 
 # On the method or scheme of a layer that was made W4A16: it stays so when weights are reloaded.
@@ -153,7 +153,7 @@ def weight_only_kernel(subject: Subject, form: LinearFormat) -> object:
         return init_nvfp4_linear_kernel(use_a16=True)
     except ValueError as error:
         raise subject.refuse(
-            "no usable value",
+            NO_VALUE,
             form.input,
             f"No kernel of this GPU computes NVFP4 weights with 16-bit activations. vLLM says: {error}",
         ) from error

@@ -53,17 +53,16 @@ class Reading:
     def all_bad(self) -> bool:
         return bool(self.bad) and len(self.bad) + len(self.elsewhere) == self.rows
 
-    def best(self) -> float:
-        """The factor that covers every usable row: their maximum (of reciprocals, stored as such: the minimum)."""
-        good = self.completed[usable(self.completed, self.reciprocal)]
-        return (good.min() if self.reciprocal else good.max()).item()
-
     def repaired(self) -> torch.Tensor:
-        """The stored tensor with every row usable: bad rows, and rows of other ranks, take the best of the others."""
-        return self.filled(self.best())
+        """As stored: bad rows, and rows of other ranks, take the largest usable factor, which covers every row."""
+        good = self.completed[usable(self.completed, self.reciprocal)]
+        return self._with(good.min() if self.reciprocal else good.max())
 
-    def filled(self, value: float) -> torch.Tensor:
-        """The stored tensor with `value`, as stored, in every row that has none of its own."""
+    def filled(self, factor: float) -> torch.Tensor:
+        """As stored: rows without a usable value take `factor`."""
+        return self._with(1.0 / factor if self.reciprocal else factor)
+
+    def _with(self, value: torch.Tensor | float) -> torch.Tensor:
         values = self.completed.clone()
         values[list(self.bad + self.elsewhere)] = value
         return values

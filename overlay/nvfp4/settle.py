@@ -1,7 +1,8 @@
 """What happens to a layer whose input scales cannot all be used: the user's two options, applied to what was read."""
 
 import logging
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,14 @@ from overlay.nvfp4.scales import Reading
 
 class ScaleError(OverlayError):
     """A layer has scales that were never loaded or cannot be used, and policy or arithmetic leaves no cure."""
+
+
+NO_VALUE = "no usable value"
+ROUTE = (
+    'The checkpoint is weight-only, or its input scales were lost. all_missing = "route" in [patches.nvfp4_moe_scales] '
+    "computes such layers with 16-bit activations."
+)
+REPAIR = 'some_bad = "repair" in [patches.nvfp4_moe_scales] gives them the maximum of the layer\'s valid ones.'
 
 
 @dataclass(frozen=True)
@@ -54,36 +63,31 @@ def settle(subject: Subject, readings: Mapping[str, Reading], policy: Policy, mi
         if policy.all_missing == "route":
             return Settlement(route=True, values={})
         if policy.all_missing == "refuse":
-            raise subject.refuse(
-                "no usable value",
-                " and ".join(missing) or "the input scales of another rank",
-                'The checkpoint is weight-only, or its input scales were lost. all_missing = "route" in '
-                "[patches.nvfp4_moe_scales] computes such layers with 16-bit activations.",
-            )
-    values = {}
+            raise subject.refuse(NO_VALUE, " and ".join(missing) or "the input scales of another rank", ROUTE)
+    values, notes = {}, defaultdict(list)
     for name, reading in readings.items():
         if reading.clean:
             continue
         broken = tuple(sorted(reading.bad + reading.one_sided))
-        if reading.all_bad:
-            number = float(policy.all_missing)
-            values[name] = reading.filled(1.0 / number if reading.reciprocal else number)
-            subject.note("no usable value", name, f"set to {number:g} as all_missing says")
-            continue
-        if broken and policy.some_bad == "refuse":
-            raise subject.refuse(
-                "no usable value",
-                name,
-                'some_bad = "repair" in [patches.nvfp4_moe_scales] gives them the maximum of the layer\'s valid ones.',
-                broken,
-            )
-        values[name] = reading.repaired()
-        if reading.bad:
-            subject.note("no usable value", name, "repaired by the maximum of the layer's valid scales", reading.bad)
-        if reading.one_sided:
-            cure = "repaired by the other half, which reads the same input"
-            subject.note("no usable value for gate or up", name, cure, reading.one_sided)
-        if reading.elsewhere and not broken:
-            cure = "left out of the shared scale"
-            subject.note("not loaded, experts of other ranks", name, cure, level=logging.DEBUG)
+        if broken and not reading.all_bad and policy.some_bad == "refuse":
+            raise subject.refuse(NO_VALUE, name, REPAIR, broken)
+        values[name] = reading.filled(policy.all_missing) if reading.all_bad else reading.repaired()
+        for decision in describe(reading, policy):
+            notes[decision].append(name)
+    for (what, cure, rows, level), names in notes.items():
+        subject.note(what, " and ".join(names), cure, rows, level)
     return Settlement(route=False, values=values)
+
+
+def describe(reading: Reading, policy: Policy) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+    """What is done about one parameter that is not clean: (what, cure, rows, level) of a log line."""
+    if reading.all_bad:
+        yield NO_VALUE, f"set to {policy.all_missing:g} as all_missing says", (), logging.WARNING
+        return
+    if reading.bad:
+        yield NO_VALUE, "repaired by the maximum of the layer's valid scales", reading.bad, logging.WARNING
+    if reading.one_sided:
+        cure = "repaired by the other half, which reads the same input"
+        yield "no usable value for gate or up", cure, reading.one_sided, logging.WARNING
+    if reading.elsewhere:
+        yield "not loaded, experts of other ranks", "left out of the shared scale", reading.elsewhere, logging.DEBUG

@@ -18,13 +18,19 @@ def create(watch: Callable, form: object) -> Callable:
     return wrapper
 
 
-def process_experts(form: experts.ExpertFormat, policy: Policy) -> Callable:
-    """Around `process_weights_after_loading` of an experts' method."""
+def process_experts(form: experts.ExpertFormat, policy: Policy, folds: bool) -> Callable:
+    """Around `process_weights_after_loading` of an experts' method. `folds`: does it end with the experts' own step?"""
 
     def wrapper(wrapped, method, args, kwargs):
-        if not are_preprocessed():
-            experts.prepare(method, layer_of(args, kwargs), form, policy)
-        return wrapped(*args, **kwargs)
+        layer = layer_of(args, kwargs)
+        if are_preprocessed():
+            return wrapped(*args, **kwargs)
+        experts.prepare(method, layer, form, policy)
+        if folds:
+            return wrapped(*args, **kwargs)
+        global_scales = getattr(layer, form.globals[0]).data[:, 0].clone()
+        wrapped(*args, **kwargs)
+        return experts.fold_input_scales(method, layer, form, global_scales)
 
     return wrapper
 

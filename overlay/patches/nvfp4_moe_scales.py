@@ -36,6 +36,8 @@ LINEARS = {
     (CT_LINEAR, "CompressedTensorsW4A4Fp4"): ("COMPRESSED_TENSORS", "route_compressed_tensors"),
     (QUARK_LINEAR, "QuarkNVFP4"): ("QUARK", "route_nothing"),
 }
+# Last step of a conversion: the experts multiply the input scales into their alphas. Quark's conversion lacks it.
+FOLD = "fused_experts.process_weights_after_loading"
 
 
 def policy(ctx: Context) -> Policy:
@@ -75,7 +77,8 @@ def wrap_methods(module: ModuleType, ctx: Context) -> None:
         if home == module.__name__:
             form = getattr(experts, form_name)
             ctx.wrap(module, f"{name}.create_weights", wrappers.create(experts.watch, form))
-            ctx.wrap(module, f"{name}.process_weights_after_loading", wrappers.process_experts(form, rules))
+            process = wrappers.process_experts(form, rules, folds=FOLD in ctx.sources.source_of(home, name))
+            ctx.wrap(module, f"{name}.process_weights_after_loading", process)
             if hasattr(getattr(module, name), "dequantize_weight"):
                 ctx.wrap(module, f"{name}.dequantize_weight", wrappers.dequantize_experts(form))
     for (home, name), (form_name, route) in LINEARS.items():

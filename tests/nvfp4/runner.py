@@ -1,12 +1,13 @@
 """Loads the cases with the installed vLLM, as an engine does, in a process that believes in a 12.1 GPU; prints JSON.
 
 Everything is vLLM's own, from the checkpoint's files to kernels ready to run: `ModelConfig`, `VllmConfig`, `get_model`
-with its safetensors loader and `process_weights_after_loading`. Only three things are not: `torch.empty` is poisoned, so
-that memory nobody wrote can be seen; the device is the CPU; and Marlin's repacking, which exists for CUDA alone, passes
-on what it is handed.
+with its safetensors loader and `process_weights_after_loading`. Only three things are not: `torch.empty` is poisoned to
+make unwritten memory visible; the device is the CPU; and Marlin's repacking, which exists for CUDA alone, hands on what
+it is given.
 """
 
 import contextlib
+import functools
 import gc
 import hashlib
 import json
@@ -16,31 +17,33 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from tests.nvfp4.checkpoints import FORMATS, tensors, write
-from tests.nvfp4.scenarios import MIXED, QUANTIZATION, UNQUANTISED, Scenario, scenarios
-
-REAL_EMPTY = torch.empty
+from tests.nvfp4.scenarios import QUANTIZATION, UNQUANTISED, Scenario, scenarios
 
 
 @contextlib.contextmanager
 def poisoned(value: float) -> Iterator[None]:
-    """Every floating-point tensor that `torch.empty` returns holds `value`."""
+    """Every floating-point tensor that `torch.empty` and `torch.empty_strided` return holds `value`."""
 
-    def empty(*args, **kwargs):
-        tensor = REAL_EMPTY(*args, **kwargs)
-        if not tensor.is_floating_point() or tensor.is_meta:
-            return tensor
-        largest = torch.finfo(tensor.dtype).max
-        return tensor.fill_(min(value, largest) if value == value else value)
+    def poisoning(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def wrapper(*args, **kwargs):
+            tensor = create(*args, **kwargs)
+            if not tensor.is_floating_point() or tensor.is_meta:
+                return tensor
+            largest = torch.finfo(tensor.dtype).max
+            return tensor.fill_(min(value, largest) if value == value else value)
 
-    torch.empty = empty
-    try:
+        return wrapper
+
+    with (
+        mock.patch("torch.empty", poisoning(torch.empty)),
+        mock.patch("torch.empty_strided", poisoning(torch.empty_strided)),
+    ):
         yield
-    finally:
-        torch.empty = REAL_EMPTY
 
 
 def start() -> None:
@@ -79,29 +82,48 @@ class Log(logging.Handler):
 
 
 def engine_config(folder: Path, **changes: Any):
-    """vLLM's configuration for the checkpoint in `folder`: `moe_backend`, `load_format`, `quantization_config`..."""
-    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+    """vLLM's configuration for the checkpoint in `folder`.
+
+    `changes`: `moe_backend`, `load_format`, `ranks` (expert parallel), and anything that `ModelConfig` takes.
+    """
+    from vllm.config import LoadConfig, ModelConfig, ParallelConfig, VllmConfig
     from vllm.config.kernel import KernelConfig
 
     load_format = changes.pop("load_format", "auto")
     moe_backend = changes.pop("moe_backend", "auto")
+    ranks = changes.pop("ranks", 1)
     return VllmConfig(
+        parallel_config=ParallelConfig(tensor_parallel_size=ranks, enable_expert_parallel=ranks > 1),
         model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", **changes),
         load_config=LoadConfig(device="cpu", load_format=load_format),
         kernel_config=KernelConfig(moe_backend=moe_backend),
     )
 
 
-def load(folder: Path, **changes: Any) -> torch.nn.Module:
-    """The model as `vllm serve` would load it."""
+def load(folder: Path, **changes: Any) -> tuple[torch.nn.Module, Any]:
+    """The model as `vllm serve` would load it, and vLLM's configuration of it."""
     from vllm.config import set_current_vllm_config
+    from vllm.distributed import get_tp_group
     from vllm.model_executor.model_loader import get_model
 
     config = engine_config(folder, **changes)
-    with set_current_vllm_config(config):
+    ranks = config.parallel_config.tensor_parallel_size
+    # one process stands for the first of several ranks: nothing that loading does needs the others
+    with set_current_vllm_config(config), mock.patch.object(get_tp_group(), "world_size", ranks):
         model = get_model(vllm_config=config)
     gc.freeze()  # vLLM collects garbage twice for each model, which costs a second once its modules are there
-    return model
+    return model, config
+
+
+def reload(model: torch.nn.Module, config: Any, weights: Mapping[str, torch.Tensor]) -> None:
+    """Other weights for a model that is being served, as `reload_weights` of a worker loads them."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    with set_current_vllm_config(config), torch.no_grad():
+        initialize_layerwise_reload(model)
+        model.load_weights(iter(weights.items()))
+        finalize_layerwise_reload(model, config.model_config)
 
 
 def attempt(what: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -111,6 +133,12 @@ def attempt(what: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         result = what()
     except Exception as error:  # what a user would see
+        import os
+
+        if os.environ.get("TB"):
+            import traceback
+
+            traceback.print_exc()
         result = {"error": f"{type(error).__name__}: {error}"}
     finally:
         logger.removeHandler(log)
@@ -172,16 +200,17 @@ def digest(tensor: torch.Tensor) -> str:
 def run(name: str, scenario: Scenario, base: Path) -> dict[str, Any]:
     """Write the scenario's checkpoint, load it, and say what came of it."""
     form = FORMATS[scenario.form]
-    unquantised = (
-        UNQUANTISED[scenario.form] if scenario.quantization is not MIXED else ("lm_head", "self_attn", "mlp.gate")
-    )
+    unquantised = UNQUANTISED[scenario.form] if scenario.unquantised is None else scenario.unquantised
     weights = tensors(form, scenario.edit(form), unquantised)
     quantization = scenario.quantization or QUANTIZATION[scenario.form]
     folder = write(base / name.replace("/", "-"), quantization, scenario.own_file, weights)
 
     def loaded() -> dict[str, Any]:
         with poisoned(scenario.poison):
-            return describe(load(folder, **scenario.changes))
+            model, config = load(folder, **scenario.changes)
+            if scenario.reload is not None:
+                reload(model, config, tensors(form, scenario.reload(form), unquantised))
+            return describe(model)
 
     with patch_options(scenario.options):
         return attempt(loaded)
@@ -216,13 +245,16 @@ def rewrap(entry: Any, options: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run every scenario (or those whose names start with an argument) and print {name: outcome} as the last line."""
+    """Run everything (or what has a name that starts with an argument) and print {name: outcome} as the last line."""
+    from tests.nvfp4 import checks
+
     start()
     wanted = tuple(sys.argv[1:]) or ("",)
     with tempfile.TemporaryDirectory() as folder:
-        results = {
-            name: run(name, scenario, Path(folder)) for name, scenario in scenarios().items() if name.startswith(wanted)
-        }
+        base = Path(folder)
+        todo = {name: functools.partial(run, name, scenario, base) for name, scenario in scenarios().items()}
+        todo |= checks.everything(base)
+        results = {name: what() for name, what in todo.items() if name.startswith(wanted)}
     print(json.dumps(results))
 
 

@@ -41,21 +41,27 @@ QUANTIZATION = {
         "exclude": ["lm_head", "re:.*mlp.gate$"],
     },
 }
-# What is left unquantised by the two formats whose loaders expect it so, by parts of checkpoint names.
-UNQUANTISED = {"modelopt": (), "compressed-tensors": ("lm_head", "mlp.gate"), "quark": ("lm_head", "mlp.gate")}
+# What the formats' configurations leave unquantised, by parts of checkpoint names.
+HEADS = ("lm_head", "mlp.gate")
+UNQUANTISED = {"modelopt": (), "compressed-tensors": HEADS, "quark": HEADS}
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One load. `edit(form)` gives the checkpoint's fault, `options` the patch's options, `changes` the engine's."""
+    """One load. `edit(form)` gives the checkpoint's fault, `options` the patch's options, `changes` the engine's.
+
+    `reload`: the fault of a second set of weights, which is loaded into the same model after the first.
+    """
 
     edit: Callable[[Format], Callable[[str, dict], None]]
     form: str = "modelopt"
     quantization: Mapping[str, Any] | None = None
     own_file: bool = False
+    unquantised: tuple[str, ...] | None = None  # parts of names that `quantization` leaves alone; None: the form's
     poison: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
     changes: Mapping[str, Any] = field(default_factory=dict)
+    reload: Callable[[Format], Callable[[str, dict], None]] | None = None
 
 
 def complete(form: Format):
@@ -113,6 +119,15 @@ def scaled(suffix: str, factor: float, *parts: str):
     return edit
 
 
+def remote_experts_unloaded(form: Format):
+    """A loader that skips the experts of other ranks: the first of two ranks has experts 0 and 1."""
+    return lambda name, own: own.pop(form.input) if is_expert(name) and expert_of(name) >= 2 else None
+
+
+def without_head(form: Format):
+    return lambda name, own: own.clear() if name == "lm_head" else None
+
+
 EDITS = {
     "none": without_input_scales,
     "attention only": without_experts_input_scales,
@@ -126,6 +141,11 @@ MIXED = {
     "ignore": ["lm_head", "*self_attn*", "*mlp.gate"],
     "quantized_layers": {f"model.layers.{i}.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(2)},
 }
+
+
+def unknown_algorithm() -> dict[str, Any]:
+    layers = {**MIXED["quantized_layers"], "model.layers.1.self_attn.o_proj": {"quant_algo": "W8A8_SQ_PER_CHANNEL"}}
+    return {**MIXED, "ignore": ["lm_head", "*mlp.gate"], "quantized_layers": layers}
 
 
 def scenarios() -> dict[str, Scenario]:
@@ -166,6 +186,28 @@ def scenarios() -> dict[str, Scenario]:
         found[f"{form}/dummy"] = Scenario(complete, form, changes={"load_format": "dummy"})
     for backend in ("flashinfer_cutlass", "cutlass", "emulation", "marlin"):
         found[f"flag/{backend}"] = Scenario(without_experts_input_scales, changes={"moe_backend": backend})
-    found["mixed/none"] = Scenario(without_input_scales, quantization=MIXED)
-    found["mixed/complete"] = Scenario(complete, quantization=MIXED)
+    for form in FORMATS:
+        found[f"{form}/reload complete"] = Scenario(complete, form, reload=complete, poison=1e30)
+        found[f"{form}/reload dead"] = Scenario(complete, form, reload=dead_expert, poison=1e30)
+        found[f"{form}/reload none"] = Scenario(complete, form, reload=without_experts_input_scales, poison=1e30)
+        found[f"{form}/reload routed"] = Scenario(without_input_scales, form, reload=without_input_scales, poison=1e30)
+    for backend in ("auto", "cutlass"):
+        changes = {"ranks": 2, "moe_backend": backend}
+        found[f"ranks/remote unloaded/{backend}"] = Scenario(remote_experts_unloaded, changes=changes, poison=1e30)
+        found[f"ranks/remote garbage/{backend}"] = Scenario(
+            experts_input_scales([0.01, 0.01, 0.01, 1e30]), changes=changes
+        )
+        found[f"ranks/local dead/{backend}"] = Scenario(without("input", "experts.1."), changes=changes, poison=1e30)
+    found["ranks/none"] = Scenario(without_input_scales, changes={"ranks": 2}, poison=1e30)
+    found["ranks/complete"] = Scenario(complete, changes={"ranks": 2}, poison=1e30)
+    unrecognised = json.loads((DATA / "public_configs" / "mo-nested-minimax-m21-gadflyii.json").read_text())["config"]
+    found["public/unrecognised"] = Scenario(
+        complete, quantization=unrecognised, own_file=True, unquantised=(*HEADS, "self_attn")
+    )
+    found["draft head"] = Scenario(without_head, changes={"runner": "draft"}, poison=1e30)
+    found["missing head"] = Scenario(without_head, poison=1e30)
+    found["mixed/unknown"] = Scenario(complete, quantization=unknown_algorithm(), unquantised=HEADS)
+    attention = (*HEADS, "self_attn")
+    found["mixed/none"] = Scenario(without_input_scales, quantization=MIXED, unquantised=attention)
+    found["mixed/complete"] = Scenario(complete, quantization=MIXED, unquantised=attention)
     return found

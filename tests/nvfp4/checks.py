@@ -1,0 +1,191 @@
+"""What is asked of vLLM beside whole loads: the method that a configuration gives a layer, and single steps of one."""
+
+import functools
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.nvfp4.checkpoints import FORMATS, GEOMETRY, INTERMEDIATE, tensors, write
+from tests.nvfp4.runner import Log, attempt, engine_config, load, poisoned
+from tests.nvfp4.scenarios import DATA, MODELOPT, complete, without
+
+# Public checkpoint -> layers to ask for, as (kind, prefix).
+PUBLIC = {
+    "mo-flat-glm52": [
+        ("experts", "model.layers.3.mlp.experts"),
+        ("experts", "model.layers.10.mlp.experts"),  # "model.layers.1.*" is excluded and must not reach it
+        ("linear", "model.layers.10.self_attn.q_a_proj"),
+        ("linear", "model.layers.0.mlp.down_proj"),
+    ],
+    "mo-nested-glm5": [("experts", "model.layers.3.mlp.experts"), ("experts", "model.layers.78.mlp.experts")],
+    "mo-flat-minimax-m27": [
+        ("experts", "model.layers.0.block_sparse_moe.experts"),
+        ("linear", "model.layers.0.block_sparse_moe.gate"),
+    ],
+    "mo-stub-nemotron3-super": [("experts", "model.layers.0.mlp.experts")],
+    "mix-flat-qwen36-35b": [
+        ("experts", "language_model.model.layers.0.mlp.experts"),
+        ("linear", "language_model.model.layers.0.linear_attn.out_proj"),
+        ("linear", "language_model.model.layers.7.mlp.gate"),  # not listed
+    ],
+    "mix-nested-qwen36-35b": [
+        ("experts", "language_model.model.layers.39.mlp.experts"),
+        ("linear", "language_model.model.layers.0.mlp.shared_expert.down_proj"),
+    ],
+    "neg-int4-kimi-k25": [("experts", "model.layers.1.mlp.experts"), ("linear", "model.layers.1.self_attn.o_proj")],
+    "ct-w4a4-devstral2-autoround": [
+        ("linear", "model.layers.0.self_attn.o_proj"),
+        ("experts", "model.layers.0.experts"),
+    ],
+    "ct-mix-w4a16-qwen38-35b-distill": [
+        ("experts", "model.layers.0.mlp.experts"),
+        ("linear", "model.layers.0.mlp.shared_expert.down_proj"),
+        ("linear", "model.layers.0.self_attn.o_proj"),
+        ("linear", "mtp.layers.0.self_attn.o_proj"),
+    ],
+    "mo-weightonly-glm53flash-libertai": [
+        ("experts", "model.layers.0.mlp.experts"),
+        ("linear", "model.layers.0.self_attn.o_proj"),
+    ],
+    "mo-nested-minimax-m21-gadflyii": [("experts", "model.layers.0.block_sparse_moe.experts")],
+    "mix-nested-step35-flash-w8a8sq": [
+        ("experts", "model.layers.3.moe.experts"),
+        ("linear", "model.layers.0.mlp.down_proj"),
+        ("linear", "model.layers.0.mlp.gate_up_proj"),
+        ("linear", "model.layers.9.mlp.down_proj"),  # not listed
+        ("linear", ""),  # vLLM builds some layers without a name
+    ],
+    "quark-nvfp4-fixture": [("experts", "model.layers.0.mlp.experts"), ("linear", "model.layers.0.mlp.down_proj")],
+}
+
+
+def everything(base: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Every check by name; each returns what `attempt` returns."""
+    found = {
+        f"public/{name}/{kind} {prefix}": functools.partial(
+            attempt, functools.partial(classify, base, name, kind, prefix)
+        )
+        for name, layers in PUBLIC.items()
+        for kind, prefix in layers
+    }
+    steps = {
+        f"public/{name}/asked for": functools.partial(public_config, base, name, quantization="modelopt_fp4")
+        for name in ("mo-stub-nemotron3-super", "mo-nested-minimax-m21-gadflyii")
+    } | {
+        "nameless": nameless_layer,
+        "requantise": lambda: requantise(base, complete),
+        "requantise without a scale": lambda: requantise(base, without("globals", "experts.1.down")),
+        "preprocessed": lambda: preprocessed(base),
+        "marlin": marlin_line,
+    }
+    return {**found, **{name: functools.partial(attempt, what) for name, what in steps.items()}}
+
+
+def classify(base: Path, name: str, kind: str, prefix: str) -> dict[str, Any]:
+    """The method that a public checkpoint's configuration gives one layer, by way of vLLM's `ModelConfig`."""
+    from vllm.config import set_current_vllm_config
+
+    config = public_config(base, name)
+    if config.quant_config is None:
+        return {"config": None}
+    # vLLM tells a configuration the model's fused modules before it builds the model
+    config.quant_config.packed_modules_mapping = {
+        "gate_up_proj": ["gate_proj", "up_proj"],
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    }
+    with set_current_vllm_config(config):
+        layer = layer_of(kind, prefix)
+        method = config.quant_config.get_quant_method(layer, prefix)
+    owner = getattr(layer, "scheme", None) or method
+    spec = getattr(owner, "spec", None)
+    weight_only = getattr(owner, "use_a16", False) or (spec is not None and spec.activation is None)
+    return {"config": type(config.quant_config).__name__, "method": type(owner).__name__, "w4a16": bool(weight_only)}
+
+
+def public_config(base: Path, name: str, **changes: Any):
+    """vLLM's configuration for our small model with a public checkpoint's quantization."""
+    case = json.loads((DATA / "public_configs" / f"{name}.json").read_text())
+    content = case["config"]
+    folder = base / f"public-{name}"
+    if not folder.exists():
+        own_file = "quantization" in content
+        inner = content.get("text_config") if "quantization_config" not in content else content
+        quantization = content if own_file else (inner or content).get("quantization_config", content)
+        if name == "ct-mix-w4a16-qwen38-35b-distill":  # its README shows no quant_method
+            quantization = {**quantization, "quant_method": "compressed-tensors"}
+        if name == "quark-nvfp4-fixture":  # vLLM's loader wants what its unit test does not need
+            quantization = {**quantization, "export": {"kv_cache_group": [], "pack_method": "reorder"}}
+        write(folder, quantization, own_file, {"model.norm.weight": torch.ones(1)})
+    return engine_config(folder, **changes)
+
+
+def layer_of(kind: str, prefix: str) -> torch.nn.Module:
+    """A layer of vLLM's, unquantised, to ask a configuration about."""
+    from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    if kind == "linear":
+        return ReplicatedLinear(GEOMETRY["hidden_size"], GEOMETRY["hidden_size"], bias=False, prefix=prefix)
+    return FusedMoEFactory(4, 2, GEOMETRY["hidden_size"], INTERMEDIATE, prefix=prefix).routed_experts
+
+
+def nameless_layer() -> dict[str, Any]:
+    """A quantised layer without a prefix that misses its input scale: it is routed, and the log finds words for it."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+
+    own = {"quant_method": "NVFP4", "is_checkpoint_nvfp4_serialized": True}
+    with set_current_vllm_config(mock.MagicMock(load_config=mock.MagicMock(load_format="auto"))), poisoned(0.0):
+        layer = ReplicatedLinear(64, 64, bias=False, quant_config=ModelOptNvFp4Config(**own), prefix="")
+    layer.weight_scale.data.fill_(1.0)
+    layer.weight_scale_2.data.fill_(0.02)
+    layer.quant_method.process_weights_after_loading(layer)
+    return {"kernel": type(layer.quant_method.kernel).__name__}
+
+
+def experts_before_processing(base: Path, name: str, edit: Callable) -> torch.nn.Module:
+    """Experts of a model whose weights are loaded and not yet converted."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    folder = write(base / name, MODELOPT, False, tensors(FORMATS["modelopt"], edit(FORMATS["modelopt"])))
+    with poisoned(1e30), mock.patch("vllm.model_executor.model_loader.base_loader.process_weights_after_loading"):
+        model, _ = load(folder)
+    return next(module for module in model.modules() if isinstance(module, RoutedExperts))
+
+
+def requantise(base: Path, edit: Callable) -> dict[str, Any]:
+    """What online quantisation reads a checkpoint's experts as."""
+    layer = experts_before_processing(base, f"requantise-{edit.__name__}", edit)
+    w13, w2 = layer.quant_method.dequantize_weight(layer)
+    return {"largest": max(w13.abs().max().item(), w2.abs().max().item())}
+
+
+def preprocessed(base: Path) -> dict[str, Any]:
+    """Weights in a kernel's format, from vLLM's cache, into a layer whose checkpoint has no input scales."""
+    from vllm.model_executor.utils import weights_already_processed
+
+    layer = experts_before_processing(base, "preprocessed", without("input", "experts"))
+    with weights_already_processed():
+        layer.quant_method.process_weights_after_loading(layer)
+    return {}
+
+
+def marlin_line() -> dict[str, Any]:
+    """What vLLM logs when it converts experts for Marlin; the conversion itself cannot run here."""
+    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
+
+    log, logger = Log(), logging.getLogger(marlin_utils_fp4.__name__)
+    logger.addHandler(log)
+    try:
+        marlin_utils_fp4.prepare_nvfp4_moe_layer_for_marlin(*[mock.MagicMock()] * 8)
+    except Exception as cannot_go_on:
+        reason = type(cannot_go_on).__name__
+    finally:
+        logger.removeHandler(log)
+    return {"said": log.lines, "stopped": reason}
