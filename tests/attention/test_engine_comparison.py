@@ -4,9 +4,9 @@ import copy
 
 import pytest
 
-from tests.gpu.engine_cases import CASES, LOGPROB_TOLERANCE, PROMPT_LENGTHS, compare, prompts
+from tests.gpu.engine_cases import CASES, LOGPROB_TOLERANCE, PROMPT_LENGTHS, SPOKEN, compare, prompts, tolerances
 
-TOLERANCE = 0.02
+TOLERANCE = [0.02, 0.02]
 
 
 @pytest.fixture
@@ -69,7 +69,14 @@ def test_nothing_compared_is_a_problem():
     assert compare([], [], TOLERANCE).problems == ["no generated token could be compared"]
 
 
-def test_the_six_configurations():
+def test_the_stock_engines_own_noise_widens_a_prompts_allowance_and_no_other():
+    answer = {"tokens": [5], "logprobs": [-0.5], "margins": [1.0], "prompt_logprobs": [-3.0]}
+    stock, again = [answer, answer], [answer, {**answer, "prompt_logprobs": [-3.04]}]
+    assert tolerances(stock, again, 0.02) == pytest.approx([0.02, 0.06])
+    assert tolerances(stock, [answer, answer], 0.02) == [0.02, 0.02]
+
+
+def test_the_configurations():
     assert [case.name for case in CASES] == [
         "bf16 eager",
         "bf16 graphs",
@@ -77,8 +84,9 @@ def test_the_six_configurations():
         "bf16 MTP",
         "bf16 64 heads",
         "fp8 8 heads",
+        "bf16 two layers",
     ]
-    assert [case.control for case in CASES] == [True, False, False, False, False, False]
+    assert [case.name for case in CASES if case.control] == ["bf16 eager"]
     assert {case.tolerance for case in CASES} == {0.02, 0.1} == set(LOGPROB_TOLERANCE.values())
 
 
@@ -86,3 +94,4 @@ def test_prompts_reach_past_the_top_k_and_are_the_same_everywhere():
     assert [len(tokens) for tokens in prompts()] == list(PROMPT_LENGTHS)
     assert min(PROMPT_LENGTHS) == 7 and max(PROMPT_LENGTHS) == 12000
     assert prompts() == prompts()
+    assert {token for tokens in prompts() for token in tokens} <= set(SPOKEN)

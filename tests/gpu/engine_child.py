@@ -105,6 +105,8 @@ def run(case: EngineCase, side: str, checkpoints: Path) -> dict:
     loaded = time.monotonic()
     prompt_logprobs = not case.speculative_tokens
     result = {"case": case.name, "side": side, **describe(llm), "answers": generate(llm, prompt_logprobs)}
+    if side == "stock":
+        result["again"] = generate(llm, prompt_logprobs)
     result["seconds"] = {"load": round(loaded - started, 1), "generate": round(time.monotonic() - loaded, 1)}
     if case.control and side == "ours":
         result["zeroed"] = zeroed(llm, prompt_logprobs)
