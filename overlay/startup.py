@@ -113,8 +113,9 @@ def summary(overlay: ArmedOverlay) -> str:
     """`3 armed, 4 retired, 1 off (vllm 0.33.0, sm_121)`."""
     from overlay.registry import State
 
-    counts = {state: sum(entry.state is state for entry in overlay.entries) for state in State}
-    states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    order = (State.ARMED, State.ACTIVE, State.RETIRED, State.OFF, State.FAILED)
+    counts = ((state, sum(entry.state is state for entry in overlay.entries)) for state in order)
+    states = ", ".join(f"{count} {state}" for state, count in counts if count)
     return f"{states or 'no patches'} (vllm {overlay.sources.version}, {overlay.hardware.architecture})"
 
 
