@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from overlay.log import logger
+
 NAME = "vllm-overlay"
 _LINK = f"/memfd:{NAME} (deleted)"
 
@@ -27,6 +29,8 @@ def publish(report: Callable[[], Mapping[str, object]]) -> None:
 
 def refresh() -> None:
     """Write the answer anew, after a patch has changed its state."""
+    if _file is None:
+        return
     text = json.dumps({"pid": os.getpid(), **_report()}).encode()
     os.pwrite(_file, text, 0)
     os.ftruncate(_file, len(text))
@@ -37,7 +41,11 @@ def _reopen() -> None:
     global _file
     if _file is not None:
         os.close(_file)
-    _file = os.memfd_create(NAME)
+    try:
+        _file = os.memfd_create(NAME)
+    except OSError as error:  # a sandbox may forbid it: vLLM must not fail to start for want of a status line
+        _file = None
+        logger.warning("status --live will not see this process: %s", error)
     refresh()
 
 
