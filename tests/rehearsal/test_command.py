@@ -164,7 +164,7 @@ def test_a_child_that_dies_says_with_what(monkeypatch: pytest.MonkeyPatch, model
 
 def test_columns_differ_in_the_kill_switch_alone() -> None:
     env = {"OVERLAY_DISABLE": "1", "PYTHONPATH": f"/other:{columns.ROOT}", "A": "b"}
-    stock, overlay = (columns._column_environment(name, env) for name in columns.COLUMNS)
+    stock, overlay = (columns.column_environment(name, env) for name in columns.COLUMNS)
     assert stock.pop("OVERLAY_DISABLE") == "1"
     assert stock == overlay
     assert overlay["PYTHONPATH"] == f"{columns.ROOT}:/other" and overlay["A"] == "b"

@@ -50,8 +50,10 @@ def spark() -> dict[str, columns.Columns]:
 
 @pytest.fixture(scope="module")
 def workstation() -> dict[str, columns.Columns]:
-    """The answers for capability 12.0, by KV dtype."""
-    return ask({dtype: question((12, 0), *kv(dtype)) for dtype in ("bfloat16", "fp8", "auto")})
+    """The answers for capability 12.0, by KV dtype; and with the number of sequences that vLLM takes for 96 GiB."""
+    dtypes = ("bfloat16", "fp8", "auto")
+    questions = {dtype: question((12, 0), *kv(dtype), "--max-num-seqs", "64") for dtype in dtypes}
+    return ask({**questions, "default sequences": question((12, 0), *kv("bfloat16"))})
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +166,14 @@ def test_too_little_memory_is_vllms_own_refusal(spark: dict) -> None:
     assert overlay["failure"]["stage"] == "the KV cache plan"
     assert "KV cache" in overlay["failure"]["error"] and "max_model_len" in overlay["failure"]["error"]
     assert overlay["bytes_per_block"] == 26_104_320  # known before it failed
+
+
+def test_graphs_are_checked_against_the_planned_blocks(workstation: dict) -> None:
+    """vLLM takes 1024 sequences on a 96 GiB card, and refuses to capture graphs for more than it has Mamba blocks."""
+    overlay = workstation["default sequences"]["overlay"]
+    assert overlay["max_num_seqs"] == 1024 > overlay["num_blocks"]
+    assert overlay["failure"]["stage"] == "CUDA graphs"
+    assert "max_num_seqs (1024) exceeds available Mamba cache blocks" in overlay["failure"]["error"]
 
 
 def test_memory_sum(spark: dict) -> None:
