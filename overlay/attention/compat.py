@@ -10,6 +10,11 @@ import importlib
 from vllm.v1.attention.backend import MLAAttentionImpl
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+try:
+    from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
+except ImportError:  # before 0.32 the map is made on the host, so no captured graph can remake it
+    compute_token_to_req_indices = None
+
 
 def align_blocks_to_rows(spec: AttentionSpec) -> AttentionSpec:
     """Ask the planner for a block stride that is a whole number of latent rows.

@@ -18,6 +18,7 @@ def all_of_them(engine: Any) -> dict:
         "memory": memory(engine),
         "ranks": ranks(engine),
         "layouts": layouts(),
+        "draft_update": draft_update(engine),
         "refusals": refusals(engine),
     }
 
@@ -235,6 +236,31 @@ def _arguments(layer: Any) -> dict:
         indexer=layer.indexer,
         topk_indices_buffer=layer.impl.topk_indices_buffer,
     )
+
+
+def draft_update(engine: Any) -> dict:
+    """A captured draft remakes the token-to-request map in place, where the release has a kernel for it."""
+    from overlay.attention import compat
+
+    if compat.compute_token_to_req_indices is None:
+        return {"declared": engine.builder.supports_draft_decode_metadata_update, "possible": False}
+
+    def on_host(query_start_loc: torch.Tensor, out: torch.Tensor, mapped: int, tokens: int) -> torch.Tensor:
+        out[:tokens] = torch.searchsorted(query_start_loc[1:], torch.arange(tokens), right=True).int()
+        return out[:tokens]
+
+    batch = Batch(engine, [Request(8, 1), Request(70, 1), Request(3, 1)], seed=17)
+    metadata = batch.metadata()
+    address = metadata.req_id_per_token.data_ptr()
+    metadata.req_id_per_token.fill_(-9)
+    with mock.patch.object(compat, "compute_token_to_req_indices", on_host):
+        engine.builder.update_draft_decode_metadata(metadata)
+    return {
+        "declared": engine.builder.supports_draft_decode_metadata_update,
+        "possible": True,
+        "map": metadata.req_id_per_token.tolist(),
+        "in_place": metadata.req_id_per_token.data_ptr() == address,
+    }
 
 
 def layouts() -> dict:

@@ -174,6 +174,14 @@ def test_a_rank_that_owns_no_selected_row_gives_zeros_and_minus_infinity(seen):
     assert seen["special"]["ranks"]["empty_lse"] is True
 
 
+def test_a_captured_draft_can_remake_its_metadata(seen, release):
+    update = seen["special"]["draft_update"]
+    assert update["declared"] is update["possible"] is (release >= (0, 32))
+    if update["possible"]:
+        assert update["map"] == [0, 1, 2]
+        assert update["in_place"] is True
+
+
 @pytest.mark.parametrize(("name", "view"), [("contiguous", [64, 16, 16, 0]), ("strided", [56, 16, 20, 0])])
 def test_row_views(seen, name, view):
     assert seen["special"]["layouts"][name] == view

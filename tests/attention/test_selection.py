@@ -17,7 +17,7 @@ FAMILY = [(12, 0), (12, 1)]
 
 @pytest.fixture(scope="module")
 def answers(fake_driver):
-    return run_python("tests.attention.scenario_selection", fake_driver((12, 1)))
+    return run_python("tests.attention.scenario_selection", fake_driver((12, 1)), timeout=550)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from tests.conftest import ROOT, run_python
 
 @pytest.fixture(scope="module")
 def seen(fake_driver):
-    return run_python("tests.attention.scenario_user", fake_driver((12, 1), overlay=True))
+    return run_python("tests.attention.scenario_user", fake_driver((12, 1), overlay=True), timeout=550)
 
 
 def test_bfloat16_rows_are_served_where_vllm_has_no_backend_for_them(seen):
