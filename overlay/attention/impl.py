@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
     SparseMLACommonMetadata,
@@ -75,10 +74,6 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
         self.is_fp8 = kv_cache_dtype in _FP8_DTYPES
         # Under decode context parallelism a rank sees the heads of its whole group over its share of the rows.
         self.kernel_heads = num_heads * self.dcp_world_size
-        self.dcp_args: dict[str, int] = {}
-        if self.dcp_world_size > 1:
-            interleave = get_current_vllm_config().parallel_config.cp_kv_cache_interleave_size
-            self.dcp_args = dict(dcp_size=self.dcp_world_size, dcp_rank=self.dcp_rank, dcp_interleave=interleave)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Compile, load and warm the kernels: after the weights, before memory is profiled and graphs are captured."""
@@ -134,9 +129,12 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
             block_size,
             block_stride_rows,
             index_rows,
-            **self.dcp_args,
+            dcp_size=self.dcp_world_size,
+            dcp_rank=self.dcp_rank,
+            # The engine settles it after the layers are built, so the constructor cannot know it.
+            dcp_interleave=attn_metadata.cp_kv_cache_interleave_size,
         )
-        out = torch.empty_like(query)
+        out = query.new_empty(query.shape)
         lse = None
         if self.need_to_return_lse_for_decode:
             lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)

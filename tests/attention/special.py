@@ -179,7 +179,6 @@ def ranks(engine: Any) -> dict:
             self.need_to_return_lse_for_decode = cls.can_return_lse_for_decode
             return self
 
-        engine.vllm_config.parallel_config.cp_kv_cache_interleave_size = interleave
         with set_current_vllm_config(engine.vllm_config), mock.patch.object(AttentionImplBase, "__new__", with_ranks):
             impl = type(layer.impl)(**_arguments(layer))
         impl.process_weights_after_loading(torch.bfloat16)
@@ -190,10 +189,11 @@ def ranks(engine: Any) -> dict:
             local = positions // (size * interleave) * interleave + positions % interleave
             batch._write(layer, batch.latents[i][mine], batch.slots(i, local[mine]))
         impl.topk_indices_buffer[: batch.tokens] = batch.index_rows()
-        out, lse = impl.forward_mqa(query, layer.kv_cache, batch.metadata(), layer)
+        with mock.patch.object(engine.builder, "cp_kv_cache_interleave_size", interleave):
+            metadata = batch.metadata()
+        out, lse = impl.forward_mqa(query, layer.kv_cache, metadata, layer)
         parts.append((out.double(), lse.double()))
         shapes.append([list(out.shape), list(lse.shape), str(lse.dtype)])
-    engine.vllm_config.parallel_config.cp_kv_cache_interleave_size = 1
     (out0, lse0), (out1, lse1) = parts
     total = torch.logaddexp(lse0, lse1)
     merged = out0 * (lse0 - total).exp()[..., None] + out1 * (lse1 - total).exp()[..., None]
