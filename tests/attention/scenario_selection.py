@@ -157,7 +157,7 @@ def engine_config(case: engine_cases.EngineCase, folder: Path) -> object:
     """What vLLM makes of the arguments that the GPU tests start this engine with."""
     from vllm.engine.arg_utils import EngineArgs
 
-    shape = tiny_config.TinyModel(heads=case.heads, layers=8, nested=case.nested, mtp=case.nested)
+    shape = tiny_config.TinyModel(heads=case.heads, layers=case.layers, nested=case.nested, mtp=case.nested)
     path = models.write(tiny_config.model_config(shape), folder / case.checkpoint)
     return EngineArgs(**case.engine_arguments(path, case.row_dtype), skip_tokenizer_init=True).create_engine_config()
 
