@@ -88,7 +88,7 @@ def ask_all(
         request_file = scratch / "requests.json"
         request_file.write_text(json.dumps([asdict(request) for request in requests]))
         children = [
-            Child(name, request_file, scratch / f"{name}.json", _column_environment(name, env), progress, output)
+            Child(name, request_file, scratch / f"{name}.json", column_environment(name, env), progress, output)
             for name in columns
         ]
         for child in children:
@@ -114,7 +114,7 @@ def _other_ranks(flags: Sequence[str]) -> int:
     return max(parallel.pipeline_parallel_size * parallel.data_parallel_size, 1)
 
 
-def _column_environment(name: str, env: Mapping[str, str]) -> dict[str, str]:
+def column_environment(name: str, env: Mapping[str, str]) -> dict[str, str]:
     """The child's environment: the checkout in front, as a user has it, and the kill switch in the stock column."""
     others = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry and Path(entry) != ROOT]
     quiet = {

@@ -10,8 +10,9 @@ from unittest import mock
 
 import torch
 
+from overlay.nvfp4.cpu_load import Lines, engine_config, load
 from tests.nvfp4.checkpoints import FORMATS, GEOMETRY, INTERMEDIATE, tensors, write
-from tests.nvfp4.runner import Log, attempt, engine_config, load, poisoned
+from tests.nvfp4.runner import attempt, poisoned
 from tests.nvfp4.scenarios import DATA, MODELOPT, complete, without
 
 # Public checkpoint -> layers to ask for, as (kind, prefix).
@@ -180,7 +181,7 @@ def marlin_line() -> dict[str, Any]:
     """What vLLM logs when it converts experts for Marlin; the conversion itself cannot run here."""
     from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
 
-    log, logger = Log(), logging.getLogger(marlin_utils_fp4.__name__)
+    log, logger = Lines(), logging.getLogger(marlin_utils_fp4.__name__)
     logger.addHandler(log)
     try:
         marlin_utils_fp4.prepare_nvfp4_moe_layer_for_marlin(*[mock.MagicMock()] * 8)

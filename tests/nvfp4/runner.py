@@ -1,14 +1,11 @@
-"""Loads the cases with the installed vLLM, as an engine does, in a process that believes in a 12.1 GPU; prints JSON.
+"""Loads the cases with the installed vLLM, in a process that believes in a 12.1 GPU, and prints JSON.
 
-Everything is vLLM's own, from the checkpoint's files to kernels ready to run: `ModelConfig`, `VllmConfig`, `get_model`
-with its safetensors loader and `process_weights_after_loading`. Only three things are not: `torch.empty` is poisoned to
-make unwritten memory visible; the device is the CPU; and Marlin's repacking, which exists for CUDA alone, hands on what
-it is given.
+Everything up to kernels ready to run is vLLM's own (overlay.nvfp4.cpu_load says what is not). `torch.empty` is
+poisoned, so that memory nobody wrote can be seen.
 """
 
 import contextlib
 import functools
-import gc
 import hashlib
 import json
 import logging
@@ -21,6 +18,7 @@ from unittest import mock
 
 import torch
 
+from overlay.nvfp4.cpu_load import Lines, experts, load, numbers, start
 from tests.nvfp4.checkpoints import FORMATS, tensors, write
 from tests.nvfp4.scenarios import QUANTIZATION, UNQUANTISED, Scenario, scenarios
 
@@ -46,75 +44,6 @@ def poisoned(value: float) -> Iterator[None]:
         yield
 
 
-def start() -> None:
-    """One process that is a whole tensor-parallel group, as vLLM's workers set it up."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-
-    file = Path(tempfile.mkdtemp()) / "group"
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{file}", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # swizzle_blockscale asks for it; the device is the CPU
-    intercept_marlin()
-
-
-def intercept_marlin() -> None:
-    from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
-    from vllm.model_executor.layers.fused_moe.oracle import nvfp4 as oracle
-
-    def experts(layer, w13, w13_scale, w13_scale_2, w2, w2_scale, w2_scale_2, is_act_and_mul):
-        return w13, w13_scale, w13_scale_2, w2, w2_scale, w2_scale_2
-
-    oracle.prepare_nvfp4_moe_layer_for_marlin = experts
-    MarlinNvFp4LinearKernel.process_weights_after_loading = lambda self, layer: None
-
-
-class Log(logging.Handler):
-    """The overlay's lines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.levelname}: {record.getMessage()}")
-
-
-def engine_config(folder: Path, **changes: Any):
-    """vLLM's configuration for the checkpoint in `folder`.
-
-    `changes`: `moe_backend`, `load_format`, `ranks` (expert parallel), and anything that `ModelConfig` takes.
-    """
-    from vllm.config import LoadConfig, ModelConfig, ParallelConfig, VllmConfig
-    from vllm.config.kernel import KernelConfig
-
-    load_format = changes.pop("load_format", "auto")
-    moe_backend = changes.pop("moe_backend", "auto")
-    ranks = changes.pop("ranks", 1)
-    return VllmConfig(
-        parallel_config=ParallelConfig(tensor_parallel_size=ranks, enable_expert_parallel=ranks > 1),
-        model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", **changes),
-        load_config=LoadConfig(device="cpu", load_format=load_format),
-        kernel_config=KernelConfig(moe_backend=moe_backend),
-    )
-
-
-def load(folder: Path, **changes: Any) -> tuple[torch.nn.Module, Any]:
-    """The model as `vllm serve` would load it, and vLLM's configuration of it."""
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import get_tp_group
-    from vllm.model_executor.model_loader import get_model
-
-    config = engine_config(folder, **changes)
-    ranks = config.parallel_config.tensor_parallel_size
-    # one process stands for the first of several ranks: nothing that loading does needs the others
-    with set_current_vllm_config(config), mock.patch.object(get_tp_group(), "world_size", ranks):
-        model = get_model(vllm_config=config)
-    gc.freeze()  # vLLM collects garbage twice for each model, which costs a second once its modules are there
-    return model, config
-
-
 def reload(model: torch.nn.Module, config: Any, weights: Mapping[str, torch.Tensor]) -> None:
     """Other weights for a model that is being served, as `reload_weights` of a worker loads them."""
     from vllm.config import set_current_vllm_config
@@ -128,50 +57,25 @@ def reload(model: torch.nn.Module, config: Any, weights: Mapping[str, torch.Tens
 
 def attempt(what: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `what` returned or how it failed, with the overlay's log lines."""
-    log, logger = Log(), logging.getLogger("overlay")
-    logger.addHandler(log)
+    said, logger = Lines(), logging.getLogger("overlay")
+    logger.addHandler(said)
     try:
         result = what()
     except Exception as error:  # what a user would see
-        import os
-
-        if os.environ.get("TB"):
-            import traceback
-
-            traceback.print_exc()
         result = {"error": f"{type(error).__name__}: {error}"}
     finally:
-        logger.removeHandler(log)
-    return {**result, "log": log.lines}
+        logger.removeHandler(said)
+    return {**result, "log": said.lines}
 
 
 def describe(model: torch.nn.Module) -> dict[str, Any]:
     """What the layers compute with: backends, alphas and activation scales, and a digest of every tensor."""
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
 
-    experts, linears, digests = {}, {}, {}
-    for name, module in model.named_modules():
-        if isinstance(module, RoutedExperts):
-            experts[name] = describe_experts(module)
-        elif isinstance(module, LinearBase):
-            linears[name] = describe_linear(module)
-        for parameter, tensor in module.named_parameters(recurse=False):
-            digests[f"{name}.{parameter}"] = digest(tensor)
-    return {"experts": experts, "linears": linears, "digests": digests}
-
-
-def describe_experts(layer: torch.nn.Module) -> dict[str, Any]:
-    method = layer.quant_method
-    quant = getattr(method, "moe_quant_config", None)
-    if quant is None:
-        return {"method": type(method).__name__}
     return {
-        "method": type(method).__name__,
-        "backend": method.nvfp4_backend.value,
-        "experts": type(method.moe_kernel.fused_experts).__name__,
-        "w4a16": bool(getattr(method, "use_a16", False)),
-        **{name: numbers(getattr(quant, name)) for name in ("g1_alphas", "g2_alphas", "a1_gscale", "a2_gscale")},
+        "experts": experts(model),
+        "linears": {n: describe_linear(layer) for n, layer in model.named_modules() if isinstance(layer, LinearBase)},
+        "digests": {name: digest(tensor) for name, tensor in model.named_parameters(remove_duplicate=False)},
     }
 
 
@@ -186,14 +90,8 @@ def describe_linear(layer: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def numbers(tensor: torch.Tensor | None) -> list[float] | None:
-    return None if tensor is None else tensor.detach().float().flatten().tolist()
-
-
 def digest(tensor: torch.Tensor) -> str:
-    data = (
-        tensor.detach().contiguous().view(torch.uint8) if tensor.ndim else tensor.detach().reshape(1).view(torch.uint8)
-    )
+    data = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
 
 
