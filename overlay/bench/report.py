@@ -1,60 +1,17 @@
 """The run as a table, as JSON and as a plot."""
 
-import datetime
-import importlib.metadata
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from overlay.bench.bars import Bar, Row
-from overlay.config import ROOT
 from overlay.errors import OverlayError
+from overlay.measurement import provenance
 from overlay.table import table
-
-MEASUREMENTS = ROOT / "docs" / "measurements"
-_PACKAGES = ("torch", "cupy-cuda12x", "cupy-cuda13x", "vllm", "flashinfer-python", "triton")
 
 
 def document(rows: Sequence[Row], bars: Sequence[Bar]) -> dict[str, object]:
     """The run in the shape of `bench --json`, with what is needed to place it."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {
-        "gpu": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
-        "versions": {name: version for name in _PACKAGES if (version := _version(name))},
-        "cuda": torch.version.cuda,
-        "rows": list(rows),
-        "bars": [bar.as_json() for bar in bars],
-    }
-
-
-def commit() -> str:
-    """The checkout's commit, with `+` where files differ from it; `unknown` outside a git checkout."""
-    try:
-        found = subprocess.run(
-            ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return found.stdout.strip()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def file_name(gpu: str) -> str:
-    """`bench-nvidia-h200.json` for "NVIDIA H200"."""
-    return f"bench-{'-'.join(gpu.lower().split())}.json"
+    return {**provenance(), "rows": list(rows), "bars": [bar.as_json() for bar in bars]}
 
 
 def text(rows: Sequence[Row], bars: Sequence[Bar]) -> str:

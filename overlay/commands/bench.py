@@ -27,16 +27,14 @@ def run(options: argparse.Namespace) -> int:
         raise OverlayError(f"torch cannot be imported: {error}") from error
     if not torch.cuda.is_available():
         raise OverlayError("bench measures a GPU and there is none; `python -m overlay compile` needs none")
+    from overlay import measurement
     from overlay.bench import bars, cases, report, runner
 
     chosen = cases.grid(options.heads or cases.HEADS, options.tokens or cases.TOKENS)
     rows = list(runner.measure(chosen, with_peers=not options.no_peers))
     verdict = bars.bars(rows)
     document = report.document(rows, verdict)
-    directory = options.out or report.MEASUREMENTS
-    directory.mkdir(parents=True, exist_ok=True)
-    file = directory / report.file_name(document["gpu"])
-    file.write_text(json.dumps(document, indent=1) + "\n")
+    file = measurement.keep("bench", document, options.out or measurement.DIRECTORY)
     if options.plot:
         report.plot(rows, options.plot)
     print(json.dumps(document) if options.json else f"{document['gpu']}\n{report.text(rows, verdict)}\n\n{file}")

@@ -15,7 +15,7 @@ from overlay.kernel import contract
 from overlay.kernel import plan as planning
 from overlay.kernel.build import attention_program, index_rows_program, merge_program
 from overlay.kernel.errors import KernelError
-from overlay.kernel.load import cuda_device, cupy_stream, load_function
+from overlay.kernel.load import allow_shared, cuda_device, cupy_stream, load_function
 from overlay.kernel.variants import LATENT, Variant, variant_for
 
 MERGE_WARPS = 4  # fragments of a head tile that a block of the merge joins; a head tile has LATENT / 16
@@ -29,6 +29,7 @@ class SparseMLA:
         self.num_heads = num_heads
         self.variant = variant
         self.sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+        self.shared_bytes = variant.shared_bytes
         self._main = main
         self._merge = merge
 
@@ -44,6 +45,14 @@ class SparseMLA:
         """
         variant_for(num_heads, kv_dtype)
         return _load_attention(cuda_device(torch.device(device)), num_heads, kv_dtype)
+
+    def reserve_shared(self, size: int) -> None:
+        """Launch with `size` bytes of dynamic shared memory instead of what the variant needs.
+
+        More of it lets fewer blocks share a multiprocessor: the bench holds other GPUs to the occupancy of sm_12x.
+        """
+        allow_shared(self._main, size)
+        self.shared_bytes = size
 
     def workspace_bytes(self, max_tokens: int, topk_width: int) -> int:
         """Bytes for the partial results of any call of up to `max_tokens` rows of `topk_width` columns."""
@@ -118,7 +127,7 @@ class SparseMLA:
                 partial_output,
                 partial_sums,
             ),
-            shared_mem=variant.shared_bytes,
+            shared_mem=self.shared_bytes,
             stream=stream,
         )
         if not split:

@@ -49,13 +49,20 @@ def load_function(device: torch.device, program: Program) -> Any:
         torch.cuda.current_stream(device)  # the driver needs torch's context, and the same one
         try:
             raw = cupy.RawModule(path=_as_file(program.name, binary.cubin)).get_function(program.name)
-            if program.dynamic_shared_bytes:
-                raw.max_dynamic_shared_size_bytes = program.dynamic_shared_bytes
             # The function itself, not the RawKernel around it: that one asks the runtime for its current device at
             # every launch, and CuPy's runtime is not torch's.
-            return raw.kernel
+            function = raw.kernel
+            if program.dynamic_shared_bytes:
+                allow_shared(function, program.dynamic_shared_bytes)
+            return function
         except cupy.cuda.driver.CUDADriverError as error:
             raise KernelError(f"the driver does not load {program.name} for {arch}: {error}") from None
+
+
+def allow_shared(function: Any, size: int) -> None:
+    """Let a function be launched with `size` bytes of dynamic shared memory; the driver allows 48 KiB unasked."""
+    driver = _cupy().cuda.driver
+    driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size)
 
 
 def _as_file(name: str, cubin: bytes) -> str:

@@ -16,12 +16,13 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
+from overlay import measurement
 from tests.conftest import ROOT, with_overlay, without_overlay
 from tests.gpu.engine_cases import BY_NAME, CASES, EngineCase, compare, tolerances
 
-MEASUREMENTS = ROOT / "docs" / "measurements"
 SIDES = ("stock", "ours")
 STAGGER = 8.0  # seconds between two starts: the imports of several engines at once keep each other waiting
 
@@ -43,18 +44,8 @@ def compare_engines(names: list[str], at_once: int, per_process: int, timeout: f
     for case in (BY_NAME[name] for name in names):
         write_checkpoint(case, work)
     run_children(missing(names, work), work, at_once, per_process, timeout)
-    capability, gpu = the_gpu()
-    report = {
-        "gpu": gpu,
-        "capability": capability,
-        "vllm": version("vllm"),
-        "torch": version("torch"),
-        "commit": commit(),
-        "cases": [judge(BY_NAME[name], work) for name in names],
-    }
-    MEASUREMENTS.mkdir(parents=True, exist_ok=True)
-    path = MEASUREMENTS / f"engine-{gpu.replace(' ', '-')}.json"
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    report = {**measurement.provenance(), "cases": [judge(BY_NAME[name], work) for name in names]}
+    measurement.keep("engine", report)
     return report
 
 
@@ -157,7 +148,8 @@ def start(side: str, names: list[str], work: Path) -> Child:
     env = without_overlay(os.environ)
     if side == "ours":
         settings = work / "patches.toml"
-        settings.write_text(f'[patches.sparse_mla]\nenabled = "auto"\nother_capabilities = "{the_gpu()[0]}"\n')
+        capability = measurement.provenance()["capability"]
+        settings.write_text(f'[patches.sparse_mla]\nenabled = "auto"\nother_capabilities = "{capability}"\n')
         env = {**with_overlay(os.environ), "OVERLAY_CONFIG": str(settings)}
     command = [sys.executable, "-m", "tests.gpu.engine_child", side, str(work), str(work), *names]
     with log.open("w") as output:
@@ -173,30 +165,9 @@ def start(side: str, names: list[str], work: Path) -> Child:
     return Child(side, names, process, log)
 
 
-def the_gpu() -> tuple[str, str]:
-    """Capability and name, without initialising CUDA."""
-    from overlay.hardware import Hardware
-
-    hardware = Hardware()
-    if hardware.capability is None:
-        raise SystemExit("no GPU: this compares engines on one")
-    return "{}.{}".format(*hardware.capability), str(hardware.name)
-
-
-def version(package: str) -> str:
-    from importlib import metadata
-
-    return metadata.version(package)
-
-
-def commit() -> str | None:
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return found.stdout.strip() or None
-
-
 def source_digest() -> str:
     """Digest of what decides an answer: the overlay, its kernels, and these files."""
-    digest = hashlib.sha256(version("vllm").encode())
+    digest = hashlib.sha256(metadata.version("vllm").encode())
     files = [*(ROOT / "overlay").rglob("*.py"), *(ROOT / "cuda").iterdir(), *Path(__file__).parent.glob("engine_*.py")]
     for path in sorted(path for path in files if path.is_file()):
         digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
@@ -210,6 +181,8 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=1200, help="seconds for everything (1200)")
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="only these")
     options = parser.parse_args()
+    if measurement.provenance()["gpu"] is None:
+        raise SystemExit("no GPU: this compares engines on one")
     names = options.case or [case.name for case in CASES]
     report = compare_engines(names, options.at_once, options.per_process, options.timeout)
     for case in report["cases"]:
