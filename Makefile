@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu bundle lint clean
+.PHONY: help setup demo test test-gpu bench bundle lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ test: $(READY) ## the CPU test suite against the installed vLLM
 
 test-gpu: $(READY) ## kernel and engine tests, on a machine with a GPU
 	$(PY) -m pytest -m gpu
+
+bench: $(READY) ## the kernel against this GPU's limits and its peers, kept in docs/measurements
+	$(PY) -m overlay bench --check
 
 bundle: $(READY) ## a folder for containers in OUT=build/bundle; for another image: PYTHON=3.12 PLATFORM=aarch64 CUDA=13
 	$(PY) -m overlay bundle $(or $(OUT),build/bundle) $(if $(PYTHON),--python $(PYTHON)) $(if $(PLATFORM),--platform $(PLATFORM)) $(if $(CUDA),--cuda $(CUDA))
