@@ -128,16 +128,30 @@ def _healthy(port: int) -> bool:
 
 
 def stop(process: subprocess.Popen) -> None:
-    """End the process group: asked first, then killed. What is left of it after its leader's exit goes as well."""
-    for number, patience in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
+    """End the process group: asked first, then killed. Returns when none of it runs, also after its leader's exit."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
-            process.wait(patience)
         except ProcessLookupError:
             break
-        except subprocess.TimeoutExpired:
-            continue
-    process.poll()
+        deadline = time.monotonic() + STOP_S
+        while time.monotonic() < deadline:
+            process.poll()  # a leader that nobody waits for stays in the process table
+            if not _runs(process.pid):
+                return
+            time.sleep(0.1)
+
+
+def _runs(group: int) -> bool:
+    """Whether a process of the group is there that is not a zombie: in a container, nobody may collect orphans."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, its_group = status.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue  # it ended meanwhile
+        if int(its_group) == group and state != "Z":
+            return True
+    return False
 
 
 def tail(log: Path, lines: int = TAIL_LINES) -> str:
