@@ -215,7 +215,9 @@ def mismatch(one: Answer, other: Answer) -> str | None:
     """Why two greedy answers to one prompt do not fit together, or None."""
     if not one.tokens or not other.tokens:
         return "the server returned no log-probabilities, so two answers cannot be compared"
-    return garbage(one) or garbage(other) or divergence(one.tokens, other.tokens)
+    if garbage(one) is None and (bad := garbage(other)) is not None:
+        return bad  # where the first is garbage too, the repetition gate is the one to say so
+    return divergence(one.tokens, other.tokens)
 
 
 async def batch(session: Session) -> Outcome:

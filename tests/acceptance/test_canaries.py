@@ -4,7 +4,8 @@ import pytest
 
 from overlay.acceptance import texts
 from overlay.acceptance.canaries import divergence, misplaced, repeated_unit
-from overlay.acceptance.client import Token
+from overlay.acceptance.client import Answer, Token
+from overlay.acceptance.gates import mismatch
 
 
 @pytest.mark.parametrize("unit", ["lock", "!", "\n", " the", "是", "word another "])
@@ -48,6 +49,18 @@ def test_answers_that_part_where_one_was_sure_do_not():
     one, other = [token("a"), token("b", "d")], [token("a"), token("c", "b")]
     assert "token 1" in divergence(one, other)
     assert divergence([token("a")], [token("z")]) is not None
+
+
+def answer(text: str) -> Answer:
+    pieces = tuple(token(character) for character in text)
+    return Answer(text, pieces, "length", 10, len(pieces), None, 0.1, 0.2)
+
+
+def test_an_answer_that_turns_to_garbage_is_told_and_one_that_was_is_left_to_its_own_gate():
+    good, loop = answer("The river bends twice before it meets the sea, and once after."), answer("lock" * 20)
+    assert "over and over" in mismatch(good, loop)
+    assert mismatch(loop, loop) is None
+    assert "no log-probabilities" in mismatch(good, Answer("x", (), "stop", 1, 1, None, 0.1, 0.2))
 
 
 def test_rows_that_lack_their_code_and_rows_that_hold_another():
