@@ -1,6 +1,7 @@
 """The patches in their order, what each is to do in this process, and what it has done."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -127,6 +128,10 @@ def _missing(patch: Patch) -> str | None:
             bundles = carried.others()
             unfit = f" (the bundle's are for {', '.join(bundles)}; this is {carried.tag()})" if bundles else ""
             return f"the package {package} is not installed: {_PIP[package]}{unfit}"
+        if package == "wrapt":
+            version = importlib.metadata.version("wrapt")
+            if tuple(int(part) for part in version.split(".")[:2]) < (2, 5):
+                return f"wrapt {version} is too old, 2.5 brought the removal of wrappers: {_PIP[package]}"
     return None
 
 

@@ -144,6 +144,11 @@ def test_a_missing_package_is_named_with_the_pip_line(vllm: Path, package: str, 
     assert f"the package {package} is not installed: {pip}" in done.stdout
 
 
+def test_a_wrapt_that_is_too_old_is_named(vllm: Path):
+    code = "import importlib.metadata as m; m.version = lambda name: '2.4.1'\n" + TWICE
+    assert "wrapt 2.4.1 is too old, 2.5 brought the removal of wrappers: pip install" in run(code, vllm).stdout
+
+
 @pytest.mark.parametrize("version", ["0.1.dev20051+g0123abc", "0.34.0", "0.26.0"])
 def test_an_untested_version_warns_and_goes_on(tmp_path: Path, version: str):
     done = run(TWICE, make(tmp_path, {"_version.py": f"__version__ = version = {version!r}\n"}))
