@@ -122,6 +122,28 @@ def test_a_broken_layer_shows_far_above_the_noise(reference, noise, what):
     assert effect > 10 * noise
 
 
+def off_by_one(rows):
+    return torch.where(rows > 0, rows - 1, rows)
+
+
+def without_newest(rows):
+    """Index rows that lost the incomplete pool, which is always selected: up to three tokens, the newest."""
+    complete = (torch.arange(rows.shape[1]) + 1) // 4 * 4
+    return torch.where(rows >= complete.view(1, -1, 1), -1, rows)
+
+
+def one_in_ten_lost(rows):
+    lost = torch.rand(rows.shape, generator=torch.Generator().manual_seed(0)) < 0.1
+    return torch.where(lost, -1, rows)
+
+
+@pytest.mark.parametrize("change", [off_by_one, without_newest, one_in_ten_lost])
+def test_wrong_index_rows_show_far_above_the_noise(reference, noise, change):
+    effect = reference.effect(reference.text.layers[SPARSE_LAYER].self_attn.indexer, change)
+    assert effect > 0.03
+    assert effect > 10 * noise
+
+
 def test_attention_weights_are_concentrated(reference):
     """Half of a row's weight lies on few tokens: one that is lost is missed."""
     attention = reference.text.layers[SPARSE_LAYER].self_attn
