@@ -151,6 +151,16 @@ def built(config: QuantConfig, module: Runtime, model: Family, entries: Sequence
     return None
 
 
+def excluding_entry(config: QuantConfig, module: Runtime, model: Family, entries: Sequence[str]) -> str | None:
+    """The entry of the exclusion list that makes vLLM build a module unquantised, or None."""
+    if config.method == "modelopt":
+        return excluded_by(module.name, entries, model.packed)
+    parent, _, last = module.name.rpartition(".")
+    names = [module.name, *(f"{parent}.{part}" for part in model.packed.get(last, ()))]
+    names += [f"{module.name}.0.{part}" for part in _expert_parts(module)] if module.kind == kinds.ROUTED else []
+    return next((entry for entry in entries if any(matches(name, entry) for name in names)), None)
+
+
 def excluded_by(name: str, entries: Sequence[str], packed: Mapping[str, Sequence[str]]) -> str | None:
     """ModelOpt: the entry that makes vLLM build `name` unquantised, or None. Raises Conflict.
 

@@ -13,7 +13,7 @@ from overlay.checkpoint.audit_names import (
     Family,
     Runtime,
     built,
-    excluded_by,
+    excluding_entry,
     exclusions,
     matches,
     meant_to_be_excluded,
@@ -144,28 +144,24 @@ def _siblings(module: Runtime, stored: Mapping[str, int]) -> _Fault:
 def _why_excluded(
     config: QuantConfig, module: Runtime, model: Family, entries: Sequence[str], form: str
 ) -> tuple[str, str, str]:
+    stored = f"stored as {form.upper()}"
     consequence = "vLLM builds it unquantised and loading stops: the packed weights do not fit"
-    if config.layers and not (config.method == "modelopt" and excluded_by(module.name, entries, model.packed)):
+    entry = excluding_entry(config, module, model, entries)
+    if entry and not any(meant_to_be_excluded(member, config) for member in module.members):
+        what = f"{stored}; the exclusion entry {_quoted(entry)} is meant for another module, but vLLM finds it inside"
+        cure = f"write the entry so that it fits its own module only, or export {_last(module.members[0])} unquantised"
+        return f"{what} {_starred(module.name)}", consequence, cure
+    if entry:
+        return (
+            f"{stored}; the exclusion list names it",
+            consequence,
+            f"take {_quoted(entry)} off the list in {config.file}",
+        )
+    if config.layers:
         listed = next((config.layers[member.name] for member in module.members if member.name in config.layers), None)
         said = f"lists it as {listed}, which vLLM does not know" if listed else "does not list it in quantized_layers"
-        return f"stored as {form.upper()}; {config.file} {said}", consequence, "add it to quantized_layers"
-    entry = excluded_by(module.name, entries, model.packed) if config.method == "modelopt" else None
-    if entry and not any(meant_to_be_excluded(member, config) for member in module.members):
-        what = (
-            f"stored as {form.upper()}; the exclusion entry {entry!r} is meant for another module, but vLLM finds it "
-        )
-        cure = f"write the entry so that it fits its own module only, or export {_last(module.members[0])} unquantised"
-        return f"{what}inside the name {module.name}", consequence, cure
-    what = (
-        f"stored as {form.upper()}; the exclusion list names it"
-        if entry
-        else f"stored as {form.upper()}; no group targets it"
-    )
-    return (
-        what,
-        consequence,
-        f"take it off the list in {config.file}" if entry else f"correct the targets in {config.file}",
-    )
+        return f"{stored}; {config.file} {said}", consequence, "list it in quantized_layers with what it is stored as"
+    return f"{stored}; no group targets it", consequence, f"correct the targets in {config.file}"
 
 
 def _why_included(config: QuantConfig, module: Runtime, wanted: str) -> tuple[str, str, str]:
@@ -178,7 +174,10 @@ def _why_included(config: QuantConfig, module: Runtime, wanted: str) -> tuple[st
         what = f"stored unquantised; the exclusion list covers {names}, but not vLLM's name: {_starred(module.name)}"
     else:
         what = "stored unquantised, and nothing on the exclusion list covers it"
-    return what, consequence, f"add {_starred(module.name)!r} to the exclusion list in {config.file}"
+    entry = _starred(module.name)
+    if config.method != "modelopt" and entry != module.name:
+        entry = f"re:{re.escape(module.name)}$".replace(rf"layers\.{module.layer}\.", r"layers\.\d+\.")
+    return what, consequence, f"add {entry!r} to the exclusion list in {config.file}"
 
 
 def idle_entries(config: QuantConfig | None, modules: Sequence[Module], runtime: Sequence[Runtime]) -> list[Finding]:
@@ -274,14 +273,7 @@ def _merged(faults: Iterable[_Fault]) -> list[Finding]:
     """One finding for the same fault in many layers."""
     groups: dict[tuple, list[int | None]] = {}
     for fault in faults:
-        key = (
-            fault.check,
-            fault.severity,
-            fault.subject,
-            _starred(fault.what),
-            fault.consequence,
-            _starred(fault.cure),
-        )
+        key = (fault.check, fault.severity, fault.subject, fault.what, fault.consequence, fault.cure)
         groups.setdefault(key, []).append(fault.layer)
     found = []
     for (check, severity, subject, what, consequence, cure), layers in groups.items():
@@ -295,7 +287,12 @@ def _subject(module: Runtime) -> str:
 
 
 def _starred(name: str) -> str:
-    return re.sub(r"(layers\.)\d+(?=[.'])", r"\1*", name)
+    return re.sub(r"(layers\.)\d+(?=\.)", r"\1*", name)
+
+
+def _quoted(entry: str) -> str:
+    """An entry of an exclusion list; literal names of several layers as one, patterns as they are."""
+    return repr(entry if entry.startswith("re:") else _starred(entry))
 
 
 def _last(module: Module) -> str:

@@ -383,6 +383,22 @@ def test_anchored_patterns_miss_the_renamed_modules(tmp_path):
     assert all("no group targets it" in what for what in findings(result)["excluded_but_quantised"])
 
 
+def test_a_compressed_tensors_list(tmp_path):
+    """Patterns there are regular expressions; a list that names a quantised module, and one that misses a plain one."""
+    group = {**small.GROUP, "input_activations": small.ACTIVATIONS}
+    settings = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    tensors = small.model(small.compressed, small.plain, small.compressed)
+    listed = {**settings, "ignore": ["re:.*shared_experts.*", "re:.*layers.0.mlp.*"]}
+    found = audit(small.write(tmp_path / "listed", small.config(listed), tensors)).findings
+    assert {finding.check for finding in found} == {"excluded_but_quantised"}
+    assert all("the exclusion list names it" in finding.what for finding in found)
+    assert all("take 're:.*layers.0.mlp.*' off the list" in finding.cure for finding in found)
+    found = audit(small.write(tmp_path / "missed", small.config({**settings, "ignore": []}), tensors)).findings
+    assert {finding.check for finding in found} == {"unquantised_but_not_excluded"}
+    cures = " ".join(finding.cure for finding in found)
+    assert r"re:model\\.layers\\.\\d+\\.mlp\\.shared_experts\\.down_proj$" in cures
+
+
 def test_entries_that_fit_nothing(tmp_path):
     result = examine(tmp_path, small.config(small.modelopt(ignore=("lm_head", "model.layers.7.*", "re:mtp.*"))))
     assert list(findings(result)) == ["idle_exclusions"]
