@@ -24,6 +24,7 @@ PATCH_IDS: tuple[str, ...] = (
     "prefill_profile",
     "indexer_topk",
     "kda_pdl",
+    "flashinfer_fa2",
     "kpool_block_size",
     "cudagraph_defaults",
     "integrated_memory",

@@ -57,7 +57,7 @@ PATCH = Patch(
     id="kpool_block_size",
     title="a KV block size that DeepGEMM's 12.x kernel cannot page",
     why=(
-        "The k-pool indexer splits each block into pages of 64 entries, or of 32 where 64 does not divide it. DeepGEMM's "
+        "The k-pool indexer splits a block into pages of 64 entries, or of 32 where 64 does not divide it. DeepGEMM's "
         "paged kernel for 12.x takes 64 only and answers 32 with a bare AssertionError at the first decode warm-up. "
         "The day-0 images chose such sizes, and people passed --block-size 2304 by hand. Every release that has the "
         "model aligns its choice, and what --block-size asks for, to whole pages: 0.30 and 0.31 in the CUDA platform, "
