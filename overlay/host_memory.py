@@ -70,7 +70,7 @@ def drop_files(files: Iterable[Path]) -> None:
 
 
 def checkpoint_files(model: str, download_dir: str | None = None) -> list[Path]:
-    """Files over 1 MiB of a checkpoint folder, or of a model in the Hugging Face cache; empty where neither is there."""
+    """Files over 1 MiB of a checkpoint folder, or of a model in the Hugging Face cache; empty where there is none."""
     folder = Path(model)
     if not folder.is_dir():
         home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface")

@@ -25,6 +25,7 @@ PATCH_IDS: tuple[str, ...] = (
     "indexer_topk",
     "kda_pdl",
     "flashinfer_fa2",
+    "rope_pad",
     "kpool_block_size",
     "cudagraph_defaults",
     "integrated_memory",

@@ -1,4 +1,4 @@
-"""flashinfer_fa2: vLLM's Hopper backend for rope-free sparse MLA, on capability 12.x through FlashInfer's FA2 kernel."""
+"""flashinfer_fa2: vLLM's Hopper backend for rope-free sparse MLA, on 12.x through FlashInfer's FA2 kernel."""
 
 import importlib.metadata
 import re

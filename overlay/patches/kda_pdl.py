@@ -37,7 +37,7 @@ PATCH = Patch(
         "convolution, gated norms, state gather and scatter, DeepGEMM and others use it. Nobody validated it on 12.x; "
         "an early port switched it off as a precaution. No failing case was ever published."
     ),
-    how="The platform says no on 12.x: one answer for every kernel of every model, which may cost speed. Off by default.",
+    how="The platform says no on 12.x: one answer for all kernels of all models, which may cost speed. Off by default.",
     upstream=(),
     until="somebody publishes a failing case, or a validation",
     targets=(Target(CUDA, ASKED, ("(cls)",)),),

@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import run_python
 
 SCENARIOS = {path.stem for path in (Path(__file__).parent / "scenarios").glob("[a-z]*.py")}
-ALONE = {"indexer_bounds"}  # needs a process of its own: its module says why
+ALONE = {"indexer_bounds", "rope_pad"}  # need a process of their own: their modules say why
 SWITCHES = "kda_pdl=true,flashinfer_fa2=auto,kpool_block_size=true"  # off by default; in no release
 
 

@@ -45,11 +45,10 @@ def made(module: ModuleType, max_tokens: int) -> dict[str, Any]:
     flashinfer.BatchMLAPagedAttentionWrapper = wrapper
     parent = ModuleType("flashinfer")
     parent.mla = flashinfer
+    gb10 = SimpleNamespace(multi_processor_count=48)
     with (
         mock.patch.dict(sys.modules, {"flashinfer": parent, "flashinfer.mla": flashinfer}),
-        mock.patch.object(
-            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=48)
-        ),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda device: gb10),
     ):
         try:
             module._SM90State(**{name: value for name, value in sizes.items() if name in parameters})
