@@ -99,7 +99,7 @@ def audit(path: Path | str) -> Audit:
     runtime = runtime_modules(present, model)
     planned, mismatches = audit_storage.plan(used, runtime, model)
     found += mismatches
-    found += audit_storage.idle_entries(used, present, runtime)
+    found += audit_storage.idle_entries(used, present, runtime, model)
     try:
         scales = audit_scales.read(planned)
     except (HeaderError, OSError) as problem:

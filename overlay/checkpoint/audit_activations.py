@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from overlay.checkpoint.audit_scales import PATCH, Scales, how, unusable_inputs
-from overlay.checkpoint.findings import Finding, counted, error, info, layers_text
+from overlay.checkpoint.audit_scales import PATCH, Scales, how, unusable, unusable_inputs
+from overlay.checkpoint.findings import Finding, error, info, layers_text
 
 Served = Literal["W4A4", "W4A4 repaired", "W4A16"]
 
@@ -61,12 +61,8 @@ def _verdict(layer: Scales) -> _Verdict:
         rows = {(name, row): value for name in names for row, value in layer.inputs[name].items()}
         fault = ("activation_scales_missing", f"{how(rows, rows)} for all of {', '.join(names)}")
         return _Verdict(served, usable, projections, (fault,))
-    faults = []
-    for projection, rows in bad.items():
-        if rows:
-            who = f"{projection} of {counted('expert', rows)}" if layer.routed else projection
-            faults.append(("activation_scales_incomplete", f"{how(layer.inputs[projection], rows)} for {who}"))
-    return _Verdict(served, usable, projections, tuple(faults))
+    faults = tuple(("activation_scales_incomplete", text) for text in unusable(layer.inputs, bad, layer.routed))
+    return _Verdict(served, usable, projections, faults)
 
 
 def _by_kind(verdicts: Iterable[tuple[Scales, _Verdict]]) -> list[Activation]:

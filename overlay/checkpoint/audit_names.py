@@ -118,10 +118,11 @@ def exclusions(config: QuantConfig, model: Family) -> tuple[str, ...]:
     for entry in config.exclude:
         split = config.method == "modelopt" and len(entry) >= 2 and entry[-1] == "*" and entry[-2] != "."
         entries += [entry[:-1], f"{entry[:-1]}.*"] if split and model.renames else [entry]
-    return tuple(map(_rename_entry, entries)) if model.renames else tuple(entries)
+    return tuple(map(rename_entry, entries)) if model.renames else tuple(entries)
 
 
-def _rename_entry(entry: str) -> str:
+def rename_entry(entry: str) -> str:
+    """An entry of an exclusion list or map, renamed as vLLM does; `re:` patterns stay."""
     if entry.startswith("re:"):
         return entry
     old = next((old for old in RENAMED if entry.startswith(old)), None)
@@ -189,7 +190,7 @@ def excluded_by(name: str, entries: Sequence[str], packed: Mapping[str, Sequence
 def _listed(config: QuantConfig, module: Runtime, model: Family) -> Scheme | None:
     """Scheme from ModelOpt's per-layer map. Raises Conflict where the parts of a fused module differ."""
     parent, _, last = module.name.rpartition(".")
-    names = {_rename_entry(key) if model.renames else key: scheme for key, scheme in config.layers.items()}
+    names = {rename_entry(key) if model.renames else key: scheme for key, scheme in config.layers.items()}
     aliases = [module.name, module.name.replace("language_model.lm_head", "lm_head")]
     if module.mtp and model.renames:
         aliases.append(module.name.replace("model.", "language_model.model.", 1))

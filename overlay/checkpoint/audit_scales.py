@@ -32,6 +32,8 @@ class Scales:
     inputs: Mapping[str, Rows]
     weights: Mapping[str, Rows]
     reciprocal: bool
+    # (which scale, projection that has it) where one value is stored for a fused projection; the others have it above
+    shared: tuple[tuple[str, str], ...]
 
     @property
     def layer(self) -> int | None:
@@ -48,10 +50,14 @@ class Scales:
 
     def fused(self) -> list[list[str]]:
         """Projections that share one parameter of vLLM: gate and up of experts, all parts of a linear module."""
-        if not self.routed:
-            return [list(self.inputs)]
-        down = [name for name in self.inputs if name in ("down_proj", "w2")]
-        return [group for group in ([name for name in self.inputs if name not in down], down) if group]
+        return fused(self.inputs, self.routed)
+
+
+def fused(projections: Iterable[str], routed: bool) -> list[list[str]]:
+    """Projections by the parameter of vLLM that their scales are loaded into."""
+    names = list(projections)
+    down = [name for name in names if routed and name in ("down_proj", "w2")]
+    return [group for group in ([name for name in names if name not in down], down) if group]
 
 
 def read(planned: Iterable[Planned]) -> list[Scales]:
@@ -81,7 +87,14 @@ def _scales(module: Planned, raw: Mapping[str, bytes]) -> Scales:
             reciprocal |= tensor is not None and tensor.name.rpartition(".")[2] in RECIPROCALS
             values = decode(tensor, raw.get(tensor.name)) if tensor else ()
             into.setdefault(projection, {}).update(_rows(member, values))
-    return Scales(module, inputs, weights, reciprocal)
+    shared = []
+    for which, table in (("activation", inputs), ("global weight", weights)):
+        for group in fused(table, module.runtime.kind == kinds.ROUTED):
+            holders = [name for name in group if any(value is not None for value in table[name].values())]
+            if len(group) > 1 and len(holders) == 1:
+                table.update({name: table[holders[0]] for name in group})
+                shared.append((which, holders[0]))
+    return Scales(module, inputs, weights, reciprocal, tuple(shared))
 
 
 def _rows(member: Module, values: Sequence[float]) -> dict[int, float | None]:
@@ -135,10 +148,22 @@ def how(rows: Mapping[Hashable, float | None], bad: Iterable[Hashable]) -> str:
     return f"{'missing or ' if None in values else ''}unusable ({some(stored, 3)})"
 
 
+def unusable(values: Mapping[str, Rows], bad: Mapping[str, set[int]], routed: bool) -> list[str]:
+    """`missing for gate_proj, up_proj of expert 3`: projections with the same fault in the same rows together."""
+    groups: dict[tuple[str, frozenset[int]], list[str]] = {}
+    for projection, rows in bad.items():
+        if rows:
+            groups.setdefault((how(values[projection], rows), frozenset(rows)), []).append(projection)
+    return [
+        f"{what} for {', '.join(sorted(names))}" + (f" of {counted('expert', rows)}" if routed else "")
+        for (what, rows), names in groups.items()
+    ]
+
+
 def findings(scales: Sequence[Scales]) -> list[Finding]:
     """Block and global scales of the weights that are missing, unusable or at odds with each other."""
     members = [m for layer in scales for m in layer.planned.runtime.members if m.format == "nvfp4"]
-    return [*_block_scales(members), *_global_scales(scales), *_differing(scales)]
+    return [*_block_scales(members), *_global_scales(scales), *_differing(scales), *_shared(scales)]
 
 
 def _block_scales(members: Iterable[Module]) -> list[Finding]:
@@ -166,41 +191,65 @@ def _block_scales(members: Iterable[Module]) -> list[Finding]:
 
 
 def _global_scales(scales: Iterable[Scales]) -> list[Finding]:
-    broken: dict[tuple[str, str, str], set[int | None]] = {}
+    broken: dict[tuple[str, str], set[int | None]] = {}
     for layer in scales:
-        for projection, rows in layer.weights.items():
-            if bad := unusable_weights(rows, layer.reciprocal):
-                who = f"{projection} of {counted('expert', bad)}" if layer.routed else projection
-                broken.setdefault((layer.label, who, how(rows, bad)), set()).add(layer.layer)
+        bad = {projection: unusable_weights(rows, layer.reciprocal) for projection, rows in layer.weights.items()}
+        for text in unusable(layer.weights, bad, layer.routed):
+            broken.setdefault((layer.label, text), set()).add(layer.layer)
     return [
         error(
             "weight_scale_unusable",
-            f"{label}{layers_text(where)}: global weight scale {what} for {who}",
+            f"{label}{layers_text(where)}: global weight scale {text}",
             "vLLM multiplies by it without a look: garbage or NaN from this module",
-            "nothing can restore it: download again, or export again",
+            "nothing can restore it (with the overlay vLLM refuses it by name): download again, or export again",
         )
-        for (label, who, what), where in broken.items()
+        for (label, text), where in broken.items()
+    ]
+
+
+def _shared(scales: Iterable[Scales]) -> list[Finding]:
+    """One scale for the parts of a fused projection, stored under the name of one of them."""
+    found: dict[tuple[str, str, str, bool], set[int | None]] = {}
+    for layer in scales:
+        for which, holder in layer.shared:
+            # vLLM reads an expert's global weight scale from gate's place alone.
+            harmless = which == "global weight" and layer.routed and holder in ("gate_proj", "w1")
+            found.setdefault((layer.label, which, holder, harmless), set()).add(layer.layer)
+    texts = {
+        True: ("none: vLLM uses the gate's for both", "nothing to do"),
+        False: (
+            "vLLM takes the place of the other parts, which nothing was loaded into, into account",
+            f"{PATCH} uses it for all",
+        ),
+    }
+    return [
+        Finding(
+            "scale_shared",
+            "info" if harmless else "error",
+            f"{label}{layers_text(where)}: one {which} scale for a fused projection, stored under {holder}",
+            *texts[harmless],
+        )
+        for (label, which, holder, harmless), where in found.items()
     ]
 
 
 def _differing(scales: Iterable[Scales]) -> list[Finding]:
     """Global weight scales that differ within one fused parameter, by kind, with the worst ratio."""
-    by_kind: dict[str, dict[str, set[int | None]]] = {}
-    worst: dict[str, float] = {}
+    differing: dict[tuple[str, str], list[tuple[int | None, float]]] = {}
     for layer in scales:
-        for row, ratio in _ratios(layer).items():
-            who = f"expert {row}" if layer.routed else layer.planned.runtime.name.rpartition(".")[2]
-            by_kind.setdefault(layer.label, {}).setdefault(who, set()).add(layer.layer)
-            worst[layer.label] = max(ratio, worst.get(layer.label, 0))
+        if ratios := _ratios(layer):
+            module = layer.planned.runtime.name.rpartition(".")[2]
+            who = counted("expert", ratios) if layer.routed else module
+            differing.setdefault((layer.label, who), []).append((layer.layer, max(ratios.values())))
     return [
         error(
             "weight_scales_differ",
-            f"{label}{layers_text(set().union(*who.values()))}: global weight scales of parts that vLLM fuses differ "
-            f"by a factor of up to {worst[label]:.2f} ({some(list(who))})",
+            f"{label}{layers_text(layer for layer, _ in found)}: global weight scales of parts that vLLM fuses differ "
+            f"by a factor of up to {max(ratio for _, ratio in found):.2f} ({who})",
             "vLLM uses one of them for all parts: the others are off by that factor",
             f"{PATCH} rescales the block scales to the larger one",
         )
-        for label, who in by_kind.items()
+        for (label, who), found in differing.items()
     ]
 
 

@@ -17,6 +17,7 @@ from overlay.checkpoint.audit_names import (
     exclusions,
     matches,
     meant_to_be_excluded,
+    rename_entry,
 )
 from overlay.checkpoint.findings import Finding, counted, error, info, layers_text, some, warning
 
@@ -180,13 +181,23 @@ def _why_included(config: QuantConfig, module: Runtime, wanted: str) -> tuple[st
     return what, consequence, f"add {entry!r} to the exclusion list in {config.file}"
 
 
-def idle_entries(config: QuantConfig | None, modules: Sequence[Module], runtime: Sequence[Runtime]) -> list[Finding]:
+def idle_entries(
+    config: QuantConfig | None, modules: Sequence[Module], runtime: Sequence[Runtime], model: Family
+) -> list[Finding]:
     """Entries of the exclusion list that fit nothing in the checkpoint: a spelling that was meant for something."""
     if config is None or not modules:
         return []
     names = {module.name for module in modules} | {module.name for module in runtime}
+    # Fused modules under the checkpoint's prefix: a list may name what vLLM builds in the checkpoint's words.
+    fused = ((module.members[0].name.rpartition(".")[0], module.name.rpartition(".")[2]) for module in runtime)
+    names |= {f"{parent}.{last}" for parent, last in fused}
     text = "\n".join(sorted(names))
-    idle = [entry for entry in config.exclude if not _fits_any(entry, names, text)]
+    # Under the checkpoint's names, or as vLLM renames the entry.
+    idle = [
+        entry
+        for entry in config.exclude
+        if not any(_fits_any(form, names, text) for form in (entry, rename_entry(entry) if model.renames else entry))
+    ]
     if not idle:
         return []
     return [

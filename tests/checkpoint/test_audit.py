@@ -1,6 +1,7 @@
 """The audit of whole folders: a sound checkpoint gives nothing, each fault its own finding and no other."""
 
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -99,13 +100,20 @@ def test_a_nested_checkpoint_with_vision_and_draft_layer(tmp_path):
 
 
 def test_the_tiny_checkpoints_of_this_project(tmp_path):
-    from overlay.checkpoint.tiny import write
+    """Written by others for engines to load: what is sound there is sound here, in BF16 and quantised."""
+    from overlay.checkpoint.tiny import write, write_quantised
     from overlay.checkpoint.tiny_config import TinyModel
+    from overlay.checkpoint.tiny_quant import choose
 
-    size = write(TinyModel(heads=8, nested=True, mtp=True), tmp_path / "tiny")
-    result = audit(tmp_path / "tiny")
+    model = TinyModel(heads=8, nested=True, mtp=True)
+    size = write(model, tmp_path / "plain")
+    result = audit(tmp_path / "plain")
     assert findings(result) == {}
     assert 0.98 * size < result.bytes < size
+    write_quantised(model, *choose("modelopt", "genuine_w4a4_linears", None), tmp_path / "sound")
+    result = audit(tmp_path / "sound")
+    assert findings(result) == {}
+    assert set(served(result).values()) == {"W4A4"}
 
 
 # --- activation scales ------------------------------------------------------------------------------------------------
@@ -158,8 +166,9 @@ def test_every_bad_value(tmp_path, case):
         assert served(result)["routed experts"] == "W4A16 (1), W4A4 (1)"
     else:
         assert set(found) == {"activation_scales_incomplete"}
-        assert len(found["activation_scales_incomplete"]) == 3
-        assert all("layer 2" in what and "of expert 2" in what for what in found["activation_scales_incomplete"])
+        (what,) = found["activation_scales_incomplete"]
+        assert what.startswith("routed experts, layer 2: activation scale unusable (")
+        assert what.endswith(") for down_proj, gate_proj, up_proj of expert 2")
 
 
 def test_one_dead_parameter_routes_the_layer(tmp_path):
@@ -254,6 +263,23 @@ def test_weight_scales(tmp_path, change, check, said):
     found = findings(examine(tmp_path, SOUND, tensors))
     assert list(found) == ([check] if check else [])
     assert said is None or said in found[check][0]
+
+
+def test_one_scale_for_a_fused_projection(tmp_path):
+    """Stored under gate's name alone: right for the weights of experts by chance, wrong for everything else."""
+    tensors = {
+        name: tensor
+        for name, tensor in small.model().items()
+        if not re.search(r"(experts\.\d+|shared_experts)\.up_proj\.(weight_scale_2|input_scale)", name)
+    }
+    result = examine(tmp_path, SOUND, tensors)
+    assert {(finding.severity, finding.what) for finding in result.findings} == {
+        ("error", "routed experts, layers 1-2: one activation scale for a fused projection, stored under gate_proj"),
+        ("info", "routed experts, layers 1-2: one global weight scale for a fused projection, stored under gate_proj"),
+        ("error", "shared experts, layers 1-2: one activation scale for a fused projection, stored under gate_proj"),
+        ("error", "shared experts, layers 1-2: one global weight scale for a fused projection, stored under gate_proj"),
+    }
+    assert served(result) == {"routed experts": "W4A4", "shared experts": "W4A4", "dense MLP": "W4A4"}
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
