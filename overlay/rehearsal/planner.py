@@ -69,6 +69,7 @@ class Rehearsal:
             ("the model, without weights", self.build),
             ("the KV cache plan", self.plan),
             ("CUDA graphs", self.graphs),
+            ("the first batch", self.first_batch),
         ]
 
     def start(self) -> None:
@@ -186,6 +187,16 @@ class Rehearsal:
         from overlay.rehearsal import reading
 
         self.fields |= reading.graphs(self.config, self.models[0], self.kv_cache_config)
+
+    def first_batch(self) -> None:
+        """Nothing runs here; but what is installed may tell that the selected backend cannot run this model."""
+        import vllm
+
+        from overlay.rehearsal import reading
+
+        root = Path(vllm.__file__).parent
+        if defect := reading.known_defect(self.config, self.fields["attention_backend"], root):
+            raise OverlayError(defect)
 
 
 class _Lines(logging.Handler):

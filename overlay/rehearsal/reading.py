@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
+from overlay.attention import native
 from overlay.rehearsal.device import WithoutMemory, live_tensors
 
 
@@ -249,6 +251,17 @@ def graphs(config: Any, model: Any, kv_cache_config: Any) -> dict[str, Any]:
     taken = inspect.signature(resolve).parameters
     mode = resolve(**{name: value for name, value in offered.items() if name in taken})
     return {"cudagraph_mode": mode.name, "breakable_cudagraph": breakable, "cudagraph_weakest_backend": by}
+
+
+def known_defect(config: Any, backend: str | None, vllm_root: Path) -> str | None:
+    """Why the backend that vLLM selects cannot run this model all the same, where the installed files tell; else None.
+
+    vLLM 0.30 selects its path for 12.x and dies at the first row it writes.
+    """
+    rope = getattr(config.model_config.hf_text_config, "qk_rope_head_dim", None)
+    if backend != "FLASHINFER_MLA_SPARSE_SM120" or rope != 0:
+        return None
+    return native.defect(vllm_root)
 
 
 def _joined(names: Any) -> str | None:

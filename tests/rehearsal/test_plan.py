@@ -200,7 +200,8 @@ def test_a_flag_that_vllm_does_not_know(spark: dict) -> None:
 def test_questions_do_not_disturb_each_other(spark: dict) -> None:
     """The last of them was asked in the same process as the first: nothing of a model is left in its buffers."""
     sizes = {name: spark[name]["overlay"]["buffer_bytes"] for name in ("bfloat16", "fp8")}
-    assert 0 < sizes["fp8"] < 1 << 27 and sizes["fp8"] == sizes["bfloat16"]
+    assert 0 < sizes["fp8"] < 1 << 27
+    assert abs(sizes["fp8"] - sizes["bfloat16"]) < 4096  # vLLM makes a few scalars once a process
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
