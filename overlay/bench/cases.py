@@ -85,5 +85,5 @@ def _select(case: Case, generator: torch.Generator) -> torch.Tensor:
         return torch.randint(POOL_ROWS // 16, shape, generator=generator, device=device, dtype=torch.int32)
     own = torch.randint(POOL_ROWS, shape, generator=generator, device=device, dtype=torch.int32)
     if case.pattern == "overlap":
-        own[:, : case.valid * 9 // 10] = own[0, : case.valid * 9 // 10]
+        own[:, : case.valid * 9 // 10] = own[0, : case.valid * 9 // 10].clone()
     return own

@@ -39,10 +39,18 @@ def test_a_small_difference_is_measured(answers):
     assert found.largest == pytest.approx(0.015)
 
 
-@pytest.mark.parametrize("key", ["logprobs", "prompt_logprobs"])
-def test_a_large_difference_is_a_problem(answers, key):
-    (problem,) = compare(answers, changed(answers, 0, key, 1, -4.5), TOLERANCE).problems
-    assert "log-probabilities differ by up to" in problem
+def test_a_large_difference_of_an_answer_is_a_problem(answers):
+    (problem,) = compare(answers, changed(answers, 0, "logprobs", 1, -4.5), TOLERANCE).problems
+    assert problem == "prompt 0: log-probabilities of its answer differ by up to 3.5000, allowed is 0.0200"
+
+
+@pytest.mark.parametrize(("jumps", "problems"), [(1, 0), (2, 0), (3, 1)])
+def test_a_prompt_may_jump_at_two_of_ten_thousand_positions(answers, jumps, problems):
+    stock = [{**answers[0], "prompt_logprobs": [-3.0] * 10_000}]
+    ours = [{**answers[0], "prompt_logprobs": [-4.0] * jumps + [-3.0] * (10_000 - jumps)}]
+    found = compare(stock, ours, TOLERANCE[:1])
+    assert (len(found.jumps), len(found.problems)) == (jumps, problems)
+    assert found.jumps[0] == (0, 0, 1.0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

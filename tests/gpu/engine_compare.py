@@ -24,6 +24,7 @@ from tests.conftest import ROOT, with_overlay, without_overlay
 from tests.gpu.engine_cases import BY_NAME, CASES, EngineCase, compare, tolerances
 
 SIDES = ("stock", "ours")
+PROVENANCE = "provenance.json"  # of the machine that ran the engines, beside their answers
 STAGGER = 8.0  # seconds between two starts: the imports of several engines at once keep each other waiting
 
 
@@ -44,7 +45,14 @@ def compare_engines(names: list[str], at_once: int, per_process: int, timeout: f
     for case in (BY_NAME[name] for name in names):
         write_checkpoint(case, work)
     run_children(missing(names, work), work, at_once, per_process, timeout)
-    report = {**measurement.provenance(), "cases": [judge(BY_NAME[name], work) for name in names]}
+    (work / PROVENANCE).write_text(json.dumps(measurement.provenance()))
+    return report_of(names, work)
+
+
+def report_of(names: list[str], work: Path) -> dict:
+    """Judge the answers in `work`, which may come from another machine, and keep the measurement."""
+    provenance = json.loads((work / PROVENANCE).read_text())
+    report = {**provenance, "cases": [judge(BY_NAME[name], work) for name in names]}
     measurement.keep("engine", report)
     return report
 
@@ -88,7 +96,9 @@ def judge(case: EngineCase, work: Path) -> dict:
         "generated_tokens": found.tokens,
         "prompt_tokens": found.prompt_tokens,
         "ties": found.ties,
+        "largest_generated_difference": found.largest_generated,
         "largest_logprob_difference": found.largest,
+        "jumps": found.jumps,
         "mean_logprob_difference": found.sum / count if count else None,
         "seconds": {side: r["seconds"] for side, r in zip(SIDES, (stock, ours), strict=True)},
         "problems": problems,
@@ -180,11 +190,15 @@ def main() -> int:
     parser.add_argument("--per-process", type=int, default=3, help="engines that one process runs in turn (3)")
     parser.add_argument("--timeout", type=float, default=1200, help="seconds for everything (1200)")
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="only these")
+    parser.add_argument("--answers", type=Path, help="judge the answers in this folder, and run nothing")
     options = parser.parse_args()
-    if measurement.provenance()["gpu"] is None:
+    if not options.answers and measurement.provenance()["gpu"] is None:
         raise SystemExit("no GPU: this compares engines on one")
     names = options.case or [case.name for case in CASES]
-    report = compare_engines(names, options.at_once, options.per_process, options.timeout)
+    if options.answers:
+        report = report_of(names, options.answers)
+    else:
+        report = compare_engines(names, options.at_once, options.per_process, options.timeout)
     for case in report["cases"]:
         largest = case.get("largest_logprob_difference")
         print(f"{case['name']:16} {'ok' if not case['problems'] else 'FAILED'}  largest difference {largest}")
