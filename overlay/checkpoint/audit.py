@@ -1,10 +1,16 @@
 """What is wrong with a checkpoint: told in seconds from its JSON files, headers and smallest tensors."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from overlay.checkpoint import audit_activations, audit_claims, audit_scales, audit_shards, audit_storage
+from overlay.checkpoint import (
+    audit_activations,
+    audit_claims,
+    audit_extent,
+    audit_scales,
+    audit_shards,
+    audit_storage,
+)
 from overlay.checkpoint.audit_activations import Activation
 from overlay.checkpoint.audit_config import (
     CONFIG,
@@ -18,9 +24,9 @@ from overlay.checkpoint.audit_config import (
     state,
 )
 from overlay.checkpoint.audit_headers import HeaderError
-from overlay.checkpoint.audit_modules import Module, Total, modules, shape, totals
+from overlay.checkpoint.audit_modules import Total, modules, shape, totals
 from overlay.checkpoint.audit_names import family, runtime_modules
-from overlay.checkpoint.findings import Finding, error, warning
+from overlay.checkpoint.findings import Finding, error
 from overlay.checkpoint.tiny_config import CheckpointError
 
 SEVERITIES = ("error", "warning", "info")
@@ -92,8 +98,8 @@ def audit(path: Path | str) -> Audit:
     found += weights.findings
     extent = shape(config)
     present = modules(weights.tensors.values(), extent)
-    found += audit_storage.incomplete(present, extent)
-    found += _vision(folder, config, present)
+    found += audit_extent.incomplete(present, extent)
+    found += audit_extent.vision(folder, config, present)
 
     model = family(config)
     runtime = runtime_modules(present, model)
@@ -116,31 +122,3 @@ def audit(path: Path | str) -> Audit:
         activations=tuple(activations),
         findings=tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))),
     )
-
-
-def _vision(folder: Path, config: Mapping, present: list[Module]) -> list[Finding]:
-    """The files and tensors of the vision path, where config.json announces one."""
-    if not isinstance(config.get("vision_config"), Mapping):
-        return []
-    found = []
-    if architecture(config).startswith("Glm5Next") and not (folder / "processor_config.json").exists():
-        cure = "copy it from the model that was quantised, or --language-model-only"
-        if (folder / "preprocessor_config.json").exists():
-            # transformers 5.20 reads that file's top level for both halves; older ones stop. Settings below
-            # "image_processor" are not looked for there.
-            what = "processor_config.json is missing, and preprocessor_config.json stands in its place"
-            consequence = "images and videos share its settings, or get defaults; older transformers stop"
-            found.append(warning("processor_config", what, consequence, cure))
-        else:
-            consequence = "the vision path does not load, and vLLM stops at start-up"
-            found.append(error("processor_config", "processor_config.json is missing", consequence, cure))
-    if present and not any(module.kind == "vision" for module in present):
-        found.append(
-            warning(
-                "vision_missing",
-                "config.json announces a vision tower; the checkpoint has no tensor of one",
-                "the tower computes with uninitialised memory",
-                "--language-model-only",
-            )
-        )
-    return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from overlay.checkpoint import audit_modules as kinds
 from overlay.checkpoint.audit_config import QuantConfig, Scheme
-from overlay.checkpoint.audit_modules import Module, Shape
+from overlay.checkpoint.audit_modules import Module
 from overlay.checkpoint.audit_names import (
     Conflict,
     Family,
@@ -19,7 +19,7 @@ from overlay.checkpoint.audit_names import (
     meant_to_be_excluded,
     rename_entry,
 )
-from overlay.checkpoint.findings import Finding, counted, error, info, layers_text, some, warning
+from overlay.checkpoint.findings import Finding, counted, info, layers_text, some
 
 # Formats whose packed weights have no place in a module that vLLM builds unquantised. FP8 is left out: the loader of
 # this model family converts some FP8 attention weights by itself.
@@ -216,68 +216,6 @@ def _fits_any(entry: str, names: Iterable[str], text: str) -> bool:
     # `x.*` is meant for everything below x; the stars inside stand for one or more components.
     pattern = ".*".join(re.escape(part) for part in entry.removesuffix("*").removesuffix(".").split("*"))
     return re.search(pattern, text) is not None
-
-
-def incomplete(modules: Sequence[Module], extent: Shape) -> list[Finding]:
-    """Layers, experts and the draft layer that config.json announces and the checkpoint lacks, and the reverse."""
-    found = []
-    layers = {
-        module.layer
-        for module in modules
-        if module.layer is not None and not module.mtp and module.kind != kinds.VISION
-    }
-    missing = set(range(extent.layers or 0)) - layers
-    if modules and missing:
-        found.append(
-            error(
-                "missing_layers",
-                f"{counted('layer', missing)} of {extent.layers} not in the checkpoint",
-                "vLLM checks that of unquantised models only: these layers compute with uninitialised memory",
-                "download the missing shards",
-            )
-        )
-    found += _missing_experts(modules, extent)
-    draft = {module.layer for module in modules if module.mtp}
-    if extent.mtp_layers and modules and not draft:
-        found.append(
-            warning(
-                "mtp_missing",
-                f"config.json announces {extent.mtp_layers} MTP layer(s); the checkpoint has no tensor of one",
-                "speculative decoding with the method mtp fails or drafts garbage; without it nothing is wrong",
-                "serve without --speculative-config, or get the export that has them",
-            )
-        )
-    if draft and not extent.mtp_layers:
-        found.append(
-            warning(
-                "mtp_not_announced",
-                "the checkpoint has tensors of an MTP layer; num_nextn_predict_layers is 0 or missing",
-                "vLLM takes them for layers of the main model and stops at a name it does not know",
-                "set num_nextn_predict_layers in config.json",
-            )
-        )
-    return found
-
-
-def _missing_experts(modules: Sequence[Module], extent: Shape) -> list[Finding]:
-    present: dict[tuple[int | None, str], set[int]] = {}
-    for module in modules:
-        if module.kind == kinds.ROUTED and module.expert is not None:
-            present.setdefault((module.layer, _last(module)), set()).add(module.expert)
-    groups: dict[tuple[str, str], set[int]] = {}
-    for (layer, projection), experts in present.items():
-        absent = set(range(extent.experts or 0)) - experts
-        if absent and layer is not None:
-            groups.setdefault((projection, counted("expert", absent)), set()).add(layer)
-    return [
-        error(
-            "missing_experts",
-            f"{counted('layer', layers)}: {projection} of {experts} not in the checkpoint",
-            "vLLM checks that of unquantised models only: these experts compute with uninitialised memory",
-            "download the missing shards, or export again",
-        )
-        for (projection, experts), layers in groups.items()
-    ]
 
 
 def _merged(faults: Iterable[_Fault]) -> list[Finding]:
