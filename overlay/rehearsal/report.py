@@ -82,7 +82,7 @@ ROWS: tuple[tuple[str, Callable[[Column], object]], ...] = (
     ("KV cache memory per GPU", lambda c: f"{c['kv_memory'] / GIB:.2f} GiB"),
     ("tokens that fit", lambda c: f"{c['kv_tokens']:,}"),
     ("requests of full length at once", lambda c: f"{c['max_concurrency']:,.2f} of {c['max_model_len']:,} tokens"),
-    ("weights per GPU", lambda c: f"{c['weight_bytes'] / GIB:.2f} GiB"),
+    ("weights per GPU, as vLLM builds them", lambda c: f"{c['weight_bytes'] / GIB:.2f} GiB"),
     ("other buffers per GPU", lambda c: f"{c['buffer_bytes'] / GIB:.2f} GiB"),
     ("quantisation", lambda c: c["quantization"] or "none"),
     ("MoE backend", lambda c: c["moe_backend"]),
@@ -140,6 +140,15 @@ def findings(stock: Column, overlay: Column) -> list[Finding]:
                 f"stock vLLM silently stores fp8_ds_mla rows where {stock['kv_cache_dtype_asked']} was asked for",
                 f"{stock['row_bytes']} bytes a token and layer, block-scaled fp8",
                 cure if stock["rope_free"] else "none: the overlay's backend serves models without rope only",
+            )
+        )
+    if (stages := overlay.get("pipeline_parallel_size", 1)) > 1:
+        found.append(
+            info(
+                "pipeline_stage",
+                f"the figures are those of the first of {stages} pipeline stages",
+                "another stage may hold more layers with a KV cache and then decides how many tokens fit",
+                "none needed",
             )
         )
     return found + _capacity(stock, overlay)
