@@ -85,10 +85,13 @@ def check_weight_scales(subject: Subject, layer: torch.nn.Module, form: LinearFo
 
 
 def spread(subject: Subject, values: torch.Tensor, name: str) -> None:
-    """Give a fused projection's single scale to all its shards."""
+    """Give a fused projection's single scale to all its shards. vLLM writes such a scale into the first one alone.
+
+    Said aloud, because a checkpoint that lost the other shards' scales looks the same.
+    """
     if (one := scales.spread_fused(values[None])) is not None:
         values.copy_(one[0])
-        subject.note("one value for the fused projection", name, "used for all shards", level=logging.INFO)
+        subject.note("one value for the fused projection", name, "used for all shards")
 
 
 def settle_input_scale(

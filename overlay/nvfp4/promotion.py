@@ -50,20 +50,34 @@ def experts_method(get_quant_method: Callable, config: object, layer: object, pr
 
 
 def known_method(get_quant_method: Callable, config: object, layer: object, prefix: str) -> object:
-    """The mixed-precision method for a layer. Raises AlgorithmError where vLLM would silently leave it unquantised."""
+    """The mixed-precision method for a layer. Raises AlgorithmError where vLLM would silently leave it unquantised.
+
+    A layer that the configuration excludes may be listed with an algorithm that vLLM knows: the exclusion wins there,
+    as in vLLM. Listed with one that it does not know, the configuration contradicts itself, and integers that are
+    loaded as bf16 are numbers too.
+    """
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     method = get_quant_method(layer, prefix)
-    if method is not None and not isinstance(method, UnquantizedLinearMethod):
+    is_quantised = method is not None and not isinstance(method, UnquantizedLinearMethod)
+    if is_quantised or not isinstance(layer, RoutedExperts | LinearBase | ParallelLMHead):
         return method
-    if isinstance(layer, RoutedExperts | LinearBase | ParallelLMHead) and not config.is_layer_excluded(prefix):
-        algorithm = config._resolve_quant_algo(prefix)
-        if algorithm is not None:
-            raise AlgorithmError(
-                f"layer {prefix}: the checkpoint quantises it with {algorithm}, which vLLM's mixed-precision loader "
-                f"cannot load for a {type(layer).__name__}; it would read the packed values as unquantised weights. "
-                "Use a checkpoint without this algorithm, or a vLLM that knows it."
-            )
-    return method
+    algorithm = config._resolve_quant_algo(prefix)
+    if algorithm is None or (is_known(algorithm) and config.is_layer_excluded(prefix)):
+        return method
+    raise AlgorithmError(
+        f"layer {prefix}: the checkpoint quantises it with {algorithm}, which vLLM's mixed-precision loader cannot "
+        f"load for a {type(layer).__name__}; it would read the packed values as unquantised weights. Use a checkpoint "
+        "without this algorithm, or a vLLM that knows it."
+    )
+
+
+def is_known(algorithm: str) -> bool:
+    """Can vLLM's mixed-precision loader do anything with this algorithm, in some kind of layer?"""
+    from vllm.model_executor.layers.quantization import modelopt
+
+    block_codecs = getattr(modelopt, "B12X_BLOCK_CODECS", ())  # the two aliases and the codecs came after 0.27
+    more = (*getattr(modelopt, "_BLOCK_FP8_MOE_ALGOS", ()), *(codec.upper() for codec in block_codecs))
+    return algorithm in (*modelopt.QUANT_ALGOS, *more)

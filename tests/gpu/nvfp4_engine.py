@@ -6,6 +6,7 @@ Writes docs/measurements/nvfp4-engine-GPU.json and exits 1 where a comparison fa
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -55,10 +56,21 @@ def compare_engines() -> dict[str, Any]:
     report = {**measurement.provenance(), "tolerance": TOLERANCE, "prompts": PROMPTS}
     for name in ("stock", "overlay"):
         found = compare(twin, results[name]["answers"][:PROMPTS], [TOLERANCE] * PROMPTS)
-        report[name] = {**asdict(found), "experts": results[name]["experts"], "seconds": results[name]["seconds"]}
+        report[name] = {
+            **{key: finite(value) for key, value in asdict(found).items()},
+            "experts": results[name]["experts"],
+            "seconds": results[name]["seconds"],
+        }
     report["refused"] = results["refused"].get("error", "")
     measurement.keep("nvfp4-engine", report)
     return report
+
+
+def finite(value: Any) -> Any:
+    """Infinity, which a NaN among the answers counts as, in words: JSON has neither."""
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
 def write_checkpoints(folder: Path) -> None:

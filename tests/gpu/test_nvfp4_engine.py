@@ -30,7 +30,7 @@ def test_stock_computes_something_else(report):
 
 
 def test_the_overlay_answers_as_the_twin_does(report):
-    """Same greedy tokens wherever the twin's best two are further apart than the noise; log-probabilities within 0.05."""
+    """Same greedy tokens where the twin's best two are further apart than the noise; log-probabilities within 0.05."""
     assert report["overlay"]["problems"] == []
     assert report["overlay"]["largest"] <= report["tolerance"]
     assert set(report["overlay"]["experts"].values()) <= {"MARLIN", "HUMMING"}

@@ -4,15 +4,18 @@ import functools
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
+from overlay.checkpoint import tiny, tiny_quant
+from overlay.checkpoint.tiny_config import TinyModel
 from overlay.nvfp4.cpu_load import Lines, engine_config, load
 from tests.nvfp4.checkpoints import FORMATS, GEOMETRY, INTERMEDIATE, tensors, write
-from tests.nvfp4.runner import attempt, poisoned
+from tests.nvfp4.runner import attempt, describe, poisoned
 from tests.nvfp4.scenarios import DATA, MODELOPT, complete, without
 
 # Public checkpoint -> layers to ask for, as (kind, prefix).
@@ -65,6 +68,16 @@ PUBLIC = {
 }
 
 
+# Checkpoints of `python -m overlay tiny --quant`, as method/case[/fault].
+TINY = (
+    "modelopt/flat_no_groups",
+    "modelopt/genuine_w4a4_linears/linear_missing",
+    "modelopt/genuine_w4a4/fused_gate_up",
+    "modelopt/mixed_precision_unknown",
+    "compressed-tensors/w4a4/one_missing",
+)
+
+
 def everything(base: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     """Every check by name; each returns what `attempt` returns."""
     found = {
@@ -83,7 +96,10 @@ def everything(base: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "requantise without a scale": lambda: requantise(base, without("globals", "experts.1.down")),
         "preprocessed": lambda: preprocessed(base),
         "marlin": marlin_line,
+        "probe": lambda: probe(inverted=False),
+        "probe planted": lambda: probe(inverted=True),
     }
+    steps |= {f"tiny/{name}": functools.partial(tiny_checkpoint, base, *name.split("/")) for name in TINY}
     return {**found, **{name: functools.partial(attempt, what) for name, what in steps.items()}}
 
 
@@ -190,3 +206,20 @@ def marlin_line() -> dict[str, Any]:
     finally:
         logger.removeHandler(log)
     return {"said": log.lines, "stopped": reason}
+
+
+def probe(inverted: bool) -> dict[str, Any]:
+    """What `python -m overlay probe moe` measures without a GPU, in this process."""
+    from overlay.probe import moe
+
+    wanted = [case for case in moe.cases() if case.flag in moe.READABLE]
+    return {"rows": [asdict(row) for case in wanted for row in moe.rows(case, "cpu", inverted)]}
+
+
+def tiny_checkpoint(base: Path, method: str, case: str, fault: str | None = None) -> dict[str, Any]:
+    """A tiny glm5_next checkpoint, written and loaded."""
+    folder = base / "-".join(filter(None, ("tiny", method, case, fault)))
+    tiny.write_quantised(TinyModel(heads=8), *tiny_quant.choose(method, case, fault), folder)
+    with poisoned(1e30):
+        model, _ = load(folder)
+    return describe(model)
