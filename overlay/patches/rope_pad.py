@@ -73,7 +73,7 @@ PATCH = Patch(
     id="rope_pad",
     title="vLLM 0.30 cannot store latent rows without rope on 12.x",
     why=(
-        "0.30's only sparse-MLA backend for 12.x keeps packed fp8_ds_mla rows. Their writer wants a rope of 64 (`pe_dim "
+        "0.30's one sparse-MLA backend for 12.x keeps packed fp8_ds_mla rows. Their writer wants a rope of 64 (`pe_dim "
         "must be 64 for fp8_ds_mla`), and its kernel takes 2048 index columns where the k-pool indexer writes 2176."
     ),
     how=(

@@ -13,19 +13,22 @@ def entry(patch_id: str) -> Entry:
     return next(entry for entry in startup.current().entries if entry.patch.id == patch_id)
 
 
-def states() -> dict[str, str]:
-    return {entry.patch.id: str(entry.state) for entry in startup.current().entries}
-
-
 @contextmanager
 def without(patch_id: str) -> Iterator[None]:
-    """Stock behaviour inside, the patch on the same modules again afterwards."""
-    found = entry(patch_id)
-    modules = list(found.modules)
-    assert modules, f"{patch_id} is {found.state} ({found.reason}): there is nothing to compare"
-    registry.remove(found)
+    """Stock behaviour inside, the patch on the same modules again afterwards.
+
+    Later patches on one of its modules go and come with it: what they changed may lie on top of what it changed.
+    """
+    first = entry(patch_id)
+    assert first.modules, f"{patch_id} is {first.state} ({first.reason}): there is nothing to compare"
+    entries = startup.current().entries
+    above = [e for e in entries[entries.index(first) + 1 :] if set(e.modules) & set(first.modules)]
+    taken = [(e, list(e.modules)) for e in (first, *above)]
+    for e, _ in reversed(taken):
+        registry.remove(e)
     try:
         yield
     finally:
-        for name in modules:
-            registry.apply(found, importlib.import_module(name))
+        for e, modules in taken:
+            for name in modules:
+                registry.apply(e, importlib.import_module(name))

@@ -3,17 +3,14 @@
 import pytest
 import torch
 
-from tests.conftest import run_python
 from tests.patches.scenarios.indexer_bounds import GARBAGE, POOL, STALE, TOPK, written_ids
 
 LENGTHS = [2050, 4097, 9003]
 
 
-@pytest.fixture(scope="module")
-def answers(fake_driver):
-    # On 0.30 indexer_topk changes the same global; alone, one of the two can be taken away and put back.
-    env = fake_driver((12, 1), overlay=True) | {"OVERLAY_PATCHES": "indexer_topk=false"}
-    return run_python("tests.patches.scenarios.indexer_bounds", env)
+@pytest.fixture
+def answers(answer):
+    return answer("indexer_bounds")
 
 
 def reference(pool_ids: list[int], seq_len: int) -> list[int]:

@@ -1,17 +1,13 @@
-"""Child process: vLLM's real expansion kernel (interpreted) and real indexer function, stock and with the patch."""
-
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+"""vLLM's real expansion kernel (interpreted) and real indexer function, stock and with the patch."""
 
 import importlib
-import json
+import importlib.util
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
-import vllm  # noqa: F401 - arms the overlay
 
+from overlay.patches.indexer_bounds import INDEXERS
 from tests.patches import harness
 
 POOL, TOPK, HEAD = 4, 2048, 128
@@ -39,15 +35,7 @@ def written_ids(pools: int) -> list[int]:
 
 
 def indexer() -> ModuleType:
-    from overlay.patches.indexer_bounds import INDEXERS
-
-    for name in INDEXERS:
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name not in name:
-                raise
-    raise AssertionError(f"none of {INDEXERS}")
+    return importlib.import_module(next(name for name in INDEXERS if importlib.util.find_spec(name)))
 
 
 def run_indexer(module: ModuleType, lengths: list[int], decode: bool) -> list[list[int]]:
@@ -128,14 +116,10 @@ def measure(ops: ModuleType, module: ModuleType) -> dict[str, object]:
     }
 
 
-def main() -> None:
+def run() -> dict[str, object]:
     ops = importlib.import_module("vllm.models.glm5next.nvidia.ops.kpool_compress")
     module = indexer()
     wrapped = measure(ops, module)
     with harness.without("indexer_bounds"):
         stock = measure(ops, module)
-    print(json.dumps({"wrapped": wrapped, "stock": stock, "again": case_of_the_kernel(ops)}))
-
-
-if __name__ == "__main__":
-    main()
+    return {"wrapped": wrapped, "stock": stock, "again": case_of_the_kernel(ops)}
