@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu bench bundle lint clean
+.PHONY: help setup demo test test-matrix test-gpu bench bundle lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ demo: $(READY) ## serve a tiny model with the overlay in front (without a GPU: p
 
 test: $(READY) ## the CPU test suite against the installed vLLM
 	$(PY) -m pytest -m "not gpu"
+
+test-matrix: $(READY) ## what depends on vLLM, on every release (VERSIONS=0.27.1,0.30.0: on some); docs/versions.md
+	$(PY) -m tests.matrix $(if $(VERSIONS),--versions $(VERSIONS)) $(if $(CACHE),--cache $(CACHE)) $(TESTS)
 
 test-gpu: $(READY) ## kernel and engine tests, on a machine with a GPU
 	$(PY) -m pytest -m gpu
