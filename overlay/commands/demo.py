@@ -105,11 +105,26 @@ def rehearse_it(checkpoint: Path, hardware: Hardware, usable: bool) -> int:
         found = report.told(report.findings(**both))
         print("\n\n".join(filter(None, (report.side_by_side(both), report.reasons(both), found))))
     print(f"\n== the patches in the overlay's process ==\n\n{report.patches(answers[-1]['overlay'])}")
+    show_experts(checkpoint.parent)
     print("\n== the kernel, compiled for sm_120 and sm_121 ==\n", flush=True)
     with step("compiling"):
         compiled = compile_command.run(argparse.Namespace(arch="sm_120,sm_121", json=False))
     print(f"\n{not_run(hardware, usable)}")
     return 0 if compiled == 0 and all(both["overlay"]["boots"] for both in answers) else 1
+
+
+def show_experts(scratch: Path) -> None:
+    """A weight-only NVFP4 checkpoint, loaded on the CPU: what stock experts would multiply by, and the overlay's route."""
+    from overlay.checkpoint import tiny, tiny_quant
+    from overlay.checkpoint.tiny_config import TinyModel
+    from overlay.nvfp4 import show
+
+    checkpoint = scratch / "weight-only"
+    case, fault = tiny_quant.choose("modelopt", "nested_no_groups", None)
+    with step("a weight-only NVFP4 checkpoint that vLLM takes for W4A4, loaded stock and with the overlay"):
+        tiny.write_quantised(TinyModel(heads=HEADS), case, fault, checkpoint)
+        outcomes = show.compare(checkpoint, CAPABILITY)
+    print(f"\n== NVFP4 experts of a checkpoint without activation scales ==\n\n{show.as_text(outcomes)}")
 
 
 def not_run(hardware: Hardware, usable: bool) -> str:

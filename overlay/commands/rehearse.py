@@ -47,12 +47,21 @@ def run(options: argparse.Namespace) -> int:
         allowance=columns.ALLOWANCE if options.allowance is None else options.allowance,
     )
     answers = columns.ask(question, progress=say, output=sys.stderr if options.verbose else None)
-    findings = report.findings(answers["stock"], answers["overlay"])
+    findings = report.findings(answers["stock"], answers["overlay"]) + checkpoint_findings(options.model)
     if options.json:
         print(json.dumps(report.as_json(answers, findings), indent=2))
     else:
         print(report.as_text(answers, findings))
     return 0 if answers["overlay"]["boots"] else 1
+
+
+def checkpoint_findings(model: Path) -> list:
+    """What the audit finds in a folder that holds weights; a configuration alone has nothing to audit."""
+    if not any(model.glob("*.safetensors")):
+        return []
+    from overlay.checkpoint.audit import audit
+
+    return audit(model).findings
 
 
 def say(line: str) -> None:

@@ -34,6 +34,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[columns.Question]:
     monkeypatch.setattr(Hardware, "devices", ())
     monkeypatch.setattr(columns, "ask_all", ask_all)
     monkeypatch.setattr(compile_command, "run", lambda options: print(f"compiled {options.arch}") or 0)
+    monkeypatch.setattr(demo, "show_experts", lambda scratch: print("experts shown"))
     return questions
 
 
@@ -42,7 +43,7 @@ def test_without_a_gpu(asked: list, capsys: pytest.CaptureFixture) -> None:
     out = capsys.readouterr().out
     assert [question.flags for question in asked] == [("--kv-cache-dtype", "bfloat16"), ("--kv-cache-dtype", "fp8")]
     assert {(question.capability, question.tp) for question in asked} == {((12, 1), 2)}
-    assert "OVERLAY_SPARSE_MLA" in out and "compiled sm_120,sm_121" in out
+    assert "OVERLAY_SPARSE_MLA" in out and "experts shown" in out and "compiled sm_120,sm_121" in out
     assert "Not run, because there is no NVIDIA GPU here: the kernel, the loading of weights, and the server." in out
     assert not asked[0].model.exists(), "the tiny checkpoint was left behind"
 
