@@ -114,7 +114,7 @@ def rehearse_it(checkpoint: Path, hardware: Hardware, usable: bool) -> int:
 
 
 def show_experts(scratch: Path) -> None:
-    """A weight-only NVFP4 checkpoint, loaded on the CPU: what stock experts would multiply by, and the overlay's route."""
+    """A weight-only NVFP4 checkpoint, loaded on the CPU: what stock experts multiply by, and the overlay's route."""
     from overlay.checkpoint import tiny, tiny_quant
     from overlay.checkpoint.tiny_config import TinyModel
     from overlay.nvfp4 import show
