@@ -14,9 +14,8 @@ BACKEND = "FlashInferMLASparseSM90Backend"
 SM90 = "vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90"
 # FlashInfer's planning and compilation of its FA2 and FA3 kernels; from FlashInfer 0.7 (vLLM 0.31).
 FA_COMMON = "flashinfer.mla._batch_mla._backends._fa_common"
-MAX_WORKS = 16384  # entries of FlashInfer's work list, which its planner fills without looking
-# The kernel's shared memory: with the tile of 32 rows that it takes for fp8, and with 16 as it takes for bf16 here.
-FP8_BYTES_TILE_32, FP8_BYTES_TILE_16 = 117_312, 91_680
+MAX_WORKS = 16384  # entries of FlashInfer's work list; before 0.7.2 its planner does not look
+FP8_BYTES_TILE_16 = 91_680  # shared memory with 16 rows a tile, as bf16 has here; with the 32 of fp8 it is 117,312
 FP8_TILE = "std::is_same_v<DTypeKV, __nv_fp8_e4m3> ? 32 : CTA_TILE_KV;"
 CAPPED_TILE = "(std::is_same_v<DTypeKV, __nv_fp8_e4m3> && CTA_TILE_KV > 32) ? 32 : CTA_TILE_KV;"
 
@@ -127,8 +126,8 @@ PATCH = Patch(
     why=(
         "FLASHINFER_MLA_SPARSE_SM90 takes bf16 and per-tensor fp8 rows, and refuses every capability but 9.0, although "
         "FlashInfer's FA2 form of its kernel runs on 12.x. FlashInfer before 0.6.18 answers 64 to 256 rows with NaN; "
-        "its fp8 tile asks for 117,312 bytes of shared memory where 12.x has 101,376; and its planner writes past the "
-        "end of its work list beyond 16,384 works."
+        "its fp8 tile asks for 117,312 bytes of shared memory where 12.x has 101,376; and before 0.7.2 its planner "
+        "writes past the end of its work list beyond 16,384 works."
     ),
     how=(
         "An alternative to the overlay's own backend, chosen by --attention-backend FLASHINFER_MLA_SPARSE_SM90: the "

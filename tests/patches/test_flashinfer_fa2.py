@@ -9,9 +9,11 @@ import pytest
 
 from overlay.context import Context
 from overlay.hardware import Device, Hardware
-from overlay.patches.flashinfer_fa2 import FP8_BYTES_TILE_16, FP8_BYTES_TILE_32, PATCH, probe
+from overlay.patches.flashinfer_fa2 import FP8_BYTES_TILE_16, PATCH, probe
 from overlay.sources import VllmSources
 from tests.patches.scenarios.flashinfer_fa2 import OPT_IN
+
+FP8_BYTES_TILE_32 = 117_312
 
 
 @pytest.fixture
