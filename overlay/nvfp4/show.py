@@ -11,6 +11,7 @@ from overlay.rehearsal import driver
 from overlay.rehearsal.columns import COLUMNS, column_environment
 from overlay.table import table
 
+CHILD = "overlay.nvfp4.cpu_load"
 TIMEOUT_S = 600.0
 
 
@@ -25,7 +26,7 @@ def compare(checkpoint: Path, capability: tuple[int, int] = (12, 1)) -> dict[str
     ShowError, and DriverError where the stub driver cannot be built.
     """
     env = driver.environment(capability)
-    command = [sys.executable, "-m", "overlay.nvfp4.cpu_load", str(checkpoint.resolve())]
+    command = [sys.executable, "-m", CHILD, str(checkpoint.resolve())]
     children = {
         name: subprocess.Popen(
             command, env=column_environment(name, env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -6,13 +6,13 @@ quantised activations are exact in bf16 and nothing but the kernel under test ro
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
 from overlay.checkpoint.tiny_nvfp4 import Packed, dequantise, global_scale, quantise
 
-EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, TOKENS = 8, 2, 512, 256, 64
+EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, TOKENS = 4, 2, 512, 256, 64
 DEAD = 2  # the expert without input scales, where one has none
 INVERTED = 25.0  # what a global scale is off by where its reciprocal, 5, is taken for it, 0.2
 
@@ -32,8 +32,13 @@ class Experts:
         weights, ids = self.logits.softmax(-1).topk(TOP_K, -1)
         return weights / weights.sum(-1, keepdim=True), ids.int()
 
+    @cached_property
+    def weights(self) -> dict[tuple[int, str], torch.Tensor]:
+        """Dequantised, fp64."""
+        return {key: dequantise(weight).double() for key, weight in self.packed.items()}
+
     def weight(self, expert: int, name: str) -> torch.Tensor:
-        return dequantise(self.packed[expert, name]).double()
+        return self.weights[expert, name]
 
 
 @lru_cache

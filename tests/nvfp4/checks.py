@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,8 +12,6 @@ from unittest import mock
 
 import torch
 
-from overlay.checkpoint import tiny, tiny_quant
-from overlay.checkpoint.tiny_config import TinyModel
 from overlay.nvfp4.cpu_load import Lines, engine_config, load
 from tests.nvfp4.checkpoints import FORMATS, GEOMETRY, INTERMEDIATE, tensors, write
 from tests.nvfp4.runner import attempt, describe, poisoned
@@ -68,14 +67,8 @@ PUBLIC = {
 }
 
 
-# Checkpoints of `python -m overlay tiny --quant`, as method/case[/fault].
-TINY = (
-    "modelopt/flat_no_groups",
-    "modelopt/genuine_w4a4_linears/linear_missing",
-    "modelopt/genuine_w4a4/fused_gate_up",
-    "modelopt/mixed_precision_unknown",
-    "compressed-tensors/w4a4/one_missing",
-)
+# Checkpoints of `python -m overlay tiny --quant`, as (case, fault). The tests write them, once for both processes.
+TINY = (("genuine_w4a4", "fused_gate_up"), ("mixed_precision_unknown", None))
 
 
 def everything(base: Path) -> dict[str, Callable[[], dict[str, Any]]]:
@@ -99,7 +92,9 @@ def everything(base: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "probe": lambda: probe(inverted=False),
         "probe planted": lambda: probe(inverted=True),
     }
-    steps |= {f"tiny/{name}": functools.partial(tiny_checkpoint, base, *name.split("/")) for name in TINY}
+    if "TINY_CHECKPOINTS" in os.environ:
+        tiny = Path(os.environ["TINY_CHECKPOINTS"])
+        steps |= {f"tiny/{case}": functools.partial(tiny_checkpoint, tiny / case) for case, _ in TINY}
     return {**found, **{name: functools.partial(attempt, what) for name, what in steps.items()}}
 
 
@@ -209,17 +204,16 @@ def marlin_line() -> dict[str, Any]:
 
 
 def probe(inverted: bool) -> dict[str, Any]:
-    """What `python -m overlay probe moe` measures without a GPU, in this process."""
+    """What `python -m overlay probe moe` measures without a GPU, in this process; planted, of two backends."""
     from overlay.probe import moe
 
-    wanted = [case for case in moe.cases() if case.flag in moe.READABLE]
+    flags = ("cutlass", "marlin") if inverted else moe.READABLE
+    wanted = [case for case in moe.cases() if case.flag in flags]
     return {"rows": [asdict(row) for case in wanted for row in moe.rows(case, "cpu", inverted)]}
 
 
-def tiny_checkpoint(base: Path, method: str, case: str, fault: str | None = None) -> dict[str, Any]:
-    """A tiny glm5_next checkpoint, written and loaded."""
-    folder = base / "-".join(filter(None, ("tiny", method, case, fault)))
-    tiny.write_quantised(TinyModel(heads=8), *tiny_quant.choose(method, case, fault), folder)
+def tiny_checkpoint(folder: Path) -> dict[str, Any]:
+    """A tiny glm5_next checkpoint, loaded into GLM's own model class."""
     with poisoned(1e30):
         model, _ = load(folder)
     return describe(model)
