@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+from overlay.checkpoint.findings import Finding
 from overlay.errors import OverlayError
 
 HELP = "without a GPU, what vLLM would do with a checkpoint on given hardware, stock and with the overlay"
@@ -55,13 +56,14 @@ def run(options: argparse.Namespace) -> int:
     return 0 if answers["overlay"]["boots"] else 1
 
 
-def checkpoint_findings(model: Path) -> list:
-    """What the audit finds in a folder that holds weights; a configuration alone has nothing to audit."""
-    if not any(model.glob("*.safetensors")):
+def checkpoint_findings(model: Path) -> list[Finding]:
+    """What the audit finds where `model` is a checkpoint; a configuration alone has nothing to audit."""
+    folder = model.parent if model.name == "config.json" else model
+    if not any(folder.glob("*.safetensors")):
         return []
     from overlay.checkpoint.audit import audit
 
-    return audit(model).findings
+    return list(audit(folder).findings)
 
 
 def say(line: str) -> None:

@@ -67,6 +67,16 @@ def test_exit_status_is_the_overlays(
     assert "error: vLLM with the overlay would not boot, at the model: ValueError: no backend" in out
 
 
+@pytest.mark.parametrize("named", ["", "config.json"])
+def test_a_checkpoints_own_faults_are_among_the_findings(
+    named: str, model: Path, asked: list, capsys: pytest.CaptureFixture
+) -> None:
+    (model / "model.safetensors").write_bytes(b"not safetensors")
+    assert cli.main(["rehearse", "--model", str(model / named), "--capability", "12.1", "--json"]) == 0
+    checks = [finding["check"] for finding in json.loads(capsys.readouterr().out)["findings"]]
+    assert checks == ["stock_boot", "unreadable_shard"]
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

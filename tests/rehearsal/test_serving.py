@@ -130,6 +130,7 @@ def test_a_signal_takes_the_server_along(base: dict[str, str], tmp_path: Path, n
 from pathlib import Path
 from overlay import serving
 import time
+serving.STOP_S = 2.0
 with serving.serve(Path("tiny"), [], Path({str(log)!r}), timeout=60):
     print("up", flush=True)
     time.sleep(600)
