@@ -8,7 +8,6 @@ same layers are built up to their kernels, and the weights that a kernel would r
 """
 
 import argparse
-import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -17,6 +16,8 @@ from typing import Any
 import torch
 
 from overlay.probe import experts as small
+from overlay.probe.device import bf16, has_gpu
+from overlay.probe.device import start as start_gpu
 from overlay.probe.experts import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, Experts
 
 # Values of --moe-backend. Those that a GPU or this vLLM lacks are reported as such.
@@ -83,18 +84,10 @@ class Unavailable(Exception):
 
 def measure(inverted: bool) -> list[Row]:
     """All rows, on the GPU that torch sees or, without one, on the CPU."""
-    device = "cuda" if torch.cuda.is_available() and torch.version.cuda and _has_device() else "cpu"
+    device = "cuda" if has_gpu() else "cpu"
     start(device)
     wanted = [case for case in cases() if device == "cuda" or case.flag in READABLE]
     return [row for case in wanted for row in rows(case, device, inverted)]
-
-
-def _has_device() -> bool:
-    try:
-        torch.zeros(1, device="cuda")
-    except RuntimeError:  # the stub driver names devices that are not there
-        return False
-    return True
 
 
 def rows(case: Case, device: str, inverted: bool) -> Iterator[Row]:
@@ -121,18 +114,8 @@ def start(device: str) -> None:
         from overlay.nvfp4 import cpu_load
 
         cpu_load.start()
-        return
-    import tempfile
-
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-    from vllm.v1.worker.workspace import init_workspace_manager
-
-    torch.cuda.set_device(0)
-    with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{folder}/group", 0, "nccl")
-        ensure_model_parallel_initialized(1, 1)
-    init_workspace_manager(torch.device("cuda:0"))
+    else:
+        start_gpu()
 
 
 def engine_config(flag: str) -> Any:
@@ -149,7 +132,7 @@ def build(layer: Experts, case: Case, config: Any, device: str, inverted: bool) 
     from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 
     quantization = ModelOptNvFp4Config("NVFP4", True)
-    with set_current_vllm_config(config), torch.device(device), _bf16():
+    with set_current_vllm_config(config), torch.device(device), bf16():
         try:
             runner = FusedMoEFactory(
                 EXPERTS,
@@ -176,16 +159,6 @@ def input_scales_of(case: Case) -> Callable[[int], bool]:
     if case.checkpoint == "weight-only":
         return lambda expert: False
     return lambda expert: case.checkpoint != "one dead expert" or expert != small.DEAD
-
-
-@contextlib.contextmanager
-def _bf16() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 Measured = Iterator[tuple[str, torch.Tensor, torch.Tensor, tuple[float, float]]]
