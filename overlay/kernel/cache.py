@@ -12,6 +12,7 @@ import json
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -51,8 +52,10 @@ def obtain(
             found = _read(directory, name)  # another rank may have built it while this one waited
             if found is not None:
                 return found
+            started = time.monotonic()
             binary = build(program, arch)
             _keep(directory, name, binary)
+            logger.info("kernel cache: compiled %s for %s in %.1f s", program.name, arch, time.monotonic() - started)
             return binary
     except OSError as error:
         _say_once(f"kernel cache {directory} cannot be used ({error.strerror or error}): compiling in memory")

@@ -1,0 +1,159 @@
+"""Child processes that share the GPUs of one machine: started as room allows, stopped in time, none left behind."""
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from overlay.hardware import Hardware
+from tests.conftest import ROOT
+
+PR_SET_CHILD_SUBREAPER = 36
+ASK_S = 15.0  # from SIGTERM to SIGKILL
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Job:
+    """`python -m COMMAND` on some GPUs; `ranks` of its processes compute there."""
+
+    name: str
+    command: tuple[str, ...]
+    gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them
+    env: Mapping[str, str]
+    log: Path
+    ranks: int
+    first: bool = False  # of those that the others wait for: they fill the caches that all share
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a job ended: its exit status, None where it was stopped or never started, and its seconds."""
+
+    status: int | None
+    seconds: float
+
+
+def gpus() -> tuple[str, ...]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    count = len(Hardware().devices)
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(named.split(",")[:count]) if named else tuple(map(str, range(count)))
+
+
+def run(
+    jobs: Sequence[Job],
+    at_once: int,
+    seconds: float,
+    *,
+    head_start: float = 0.0,
+    stagger: float = 1.0,
+    say: Callable[[str], None] = print,
+) -> dict[str, Ended]:
+    """Run all jobs, up to `at_once` ranks at a time in the order given, and stop what runs after `seconds`.
+
+    Jobs that are not `first` wait until one of the first has ended, `head_start` seconds at most. When this returns or
+    raises, none of their processes runs, whatever process group they moved to.
+    """
+    started = time.monotonic()
+    waiting = sorted(jobs, key=lambda job: not job.first)
+    running: dict[Job, tuple[subprocess.Popen, float]] = {}
+    ended: dict[str, Ended] = {}
+    last = -stagger
+
+    def passed() -> float:
+        return time.monotonic() - started
+
+    def collect() -> None:
+        for job in [job for job, (process, _) in running.items() if process.poll() is not None]:
+            process, since = running.pop(job)
+            ended[job.name] = Ended(process.returncode, round(passed() - since, 1))
+            say(f"{passed():5.0f} s  {job.name}: exit {process.returncode} after {passed() - since:.0f} s")
+
+    def may_start(job: Job) -> bool:
+        room = at_once - sum(other.ranks for other in running)
+        warm = job.first or bool(ended) or passed() >= head_start
+        return warm and passed() - last >= stagger and (job.ranks <= room or not running)
+
+    with nothing_left_behind():
+        try:
+            while (waiting or running) and passed() < seconds:
+                collect()
+                if waiting and may_start(waiting[0]):
+                    job, last = waiting.pop(0), passed()
+                    running[job] = (_start(job), last)
+                    say(f"{last:5.0f} s  {job.name}: started on GPU {','.join(job.gpus)}")
+                time.sleep(0.2)
+        finally:
+            for job, (process, since) in running.items():
+                say(f"{passed():5.0f} s  {job.name}: stopped after {passed() - since:.0f} s, see {job.log}")
+                ended[job.name] = Ended(None, round(passed() - since, 1))
+                with contextlib.suppress(ProcessLookupError):
+                    process.terminate()
+            deadline = time.monotonic() + ASK_S
+            for process, _ in running.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+    return ended | {job.name: Ended(None, 0.0) for job in waiting}
+
+
+def _start(job: Job) -> subprocess.Popen:
+    env = {**job.env, "CUDA_VISIBLE_DEVICES": ",".join(job.gpus)}
+    with job.log.open("w") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", *job.command],
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+@contextlib.contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """End every process that was started inside and still runs, at the end or at SIGTERM, which raises SystemExit.
+
+    What a child leaves behind becomes a child of this process (a "subreaper"), so no process group hides it.
+    """
+    before = set(descendants(os.getpid()))
+    _subreaper(1)
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        while left := set(descendants(os.getpid())) - before:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        signal.signal(signal.SIGTERM, previous)
+        _subreaper(0)
+
+
+def _subreaper(on: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, on, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process below `pid` that is not a zombie."""
+    children: dict[int, list[int]] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = file.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue  # it ended meanwhile
+        if state != "Z":
+            children.setdefault(int(parent), []).append(int(file.parent.name))
+    found, new = [], [pid]
+    while new:
+        new = [child for parent in new for child in children.get(parent, ())]
+        found += new
+    return found

@@ -1,0 +1,191 @@
+"""Engines of two and four ranks on this machine's GPUs, against one rank; all in child processes, side by side.
+
+    python -m tests.gpu.ranks [--load] [--seconds N] [--ranks-a-gpu N] [--case NAME ...] [--answers FOLDER]
+
+Writes docs/measurements/ranks-GPU.json and exits 1 where anything is not as it must be. With --load, `tests.gpu.load`
+and `tests.gpu.random_launches` run at the same time and write files of their own.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from overlay import measurement
+from tests.conftest import ROOT, with_overlay, without_overlay
+from tests.gpu import jobs
+from tests.gpu.rank_cases import RankCase, cases, judge, not_run
+
+WORK = ROOT / "build" / "ranks"
+PROVENANCE = "provenance.json"  # of the machine that ran the engines, beside their answers
+HEAD_START_S = 170.0  # an engine's first start on a machine compiles for two to three minutes
+# NVLink multicast is off: cards of 12.x have none, and a fault in it takes every GPU of a host with it.
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+}
+COMPILED = re.compile(r"overlay\[pid (\d+)\]: kernel cache: compiled (\S+)")
+
+
+def environments(work: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Of children without and with the overlay. Its kernel cache starts empty; every other cache stays as it is."""
+    base = {**os.environ, **NO_MULTICAST}
+    caches = Path(base.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    base.setdefault("VLLM_CACHE_ROOT", str(caches / "vllm"))
+    base["XDG_CACHE_HOME"] = str(work / "cache")
+    settings = work / "patches.toml"
+    capability = measurement.provenance()["capability"]
+    settings.write_text(f'[patches.sparse_mla]\nenabled = "auto"\nother_capabilities = "{capability}"\n')
+    return without_overlay(base), {**with_overlay(base), "OVERLAY_CONFIG": str(settings)}
+
+
+def job_of(case: RankCase, number: int, gpus: tuple[str, ...], work: Path, env: Mapping[str, str]) -> jobs.Job:
+    """The child of one case, on as many GPUs as it has ranks: all of them in turn, however many cases there are."""
+    first = number * case.tp % (len(gpus) - len(gpus) % case.tp)
+    return jobs.Job(
+        name=case.name,
+        command=("tests.gpu.rank_child", case.name, str(work)),
+        gpus=gpus[first : first + case.tp],
+        env=env,
+        log=work / f"{case.name.replace(' ', '-')}.log",
+        ranks=case.tp,
+        first=case.name in ("tp1 64 bf16", "tp2 64 bf16 graphs", "tp4 64 bf16 graphs"),
+    )
+
+
+def load_jobs(gpus: tuple[str, ...], work: Path, env: Mapping[str, str]) -> list[jobs.Job]:
+    """Load on one GPU beside vLLM's own backend on another, load on four, and launches at random."""
+
+    def job(name: str, module: str, on: tuple[str, ...], ranks: int, *options: str) -> jobs.Job:
+        return jobs.Job(name, (module, *options), on, env, work / f"{name}.log", ranks, first=True)
+
+    options = ("--clients", "64", "--seconds", "240", "--folder", str(work))
+    found = [job("load", "tests.gpu.load", gpus[-2:], 2, *options)]
+    if len(gpus) >= 4:
+        options = ("--tp", "4", "--clients", "128", "--seconds", "120", "--folder", str(work))
+        found.append(job("load-tp4", "tests.gpu.load", gpus[:4], 4, *options))
+    return [*found, job("random-launches", "tests.gpu.random_launches", gpus[:1], 1, "--seconds", "300")]
+
+
+def run(
+    names: list[str] | None, load: bool, seconds: float, ranks_a_gpu: int, archive: Path | None = None
+) -> dict[str, Any]:
+    """Run the cases (all that this machine can), judge them, write and return the measurement."""
+    gpus = jobs.gpus()[:4]
+    chosen = [case for case in cases(len(gpus)) if names is None or case.name in names]
+    work = WORK / f"{os.getpid()}"
+    work.mkdir(parents=True)
+    for heads in sorted({case.heads for case in chosen}):
+        write_checkpoint(heads, work)
+    stock, ours = environments(work)
+    numbers: Counter[int] = Counter()
+    todo = load_jobs(gpus, work, ours) if load else []
+    for case in chosen:
+        todo.append(job_of(case, numbers[case.tp], gpus, work, stock if case.stock else ours))
+        numbers[case.tp] += 1
+    (work / PROVENANCE).write_text(json.dumps({**measurement.provenance(), "gpus": len(gpus)}))
+    try:
+        ended = jobs.run(todo, ranks_a_gpu * len(gpus), seconds, head_start=HEAD_START_S, say=say)
+    finally:
+        if archive:
+            pack(work, archive)
+    report = report_of([case.name for case in chosen], work)
+    report["jobs"] = {name: {"status": end.status, "seconds": end.seconds} for name, end in ended.items()}
+    report["problems"] += [f"{job.name}: see {job.log}" for job in todo if ended[job.name].status != 0]
+    measurement.keep("ranks", report)
+    return report
+
+
+def report_of(names: list[str], work: Path) -> dict[str, Any]:
+    """Judge the answers in `work`, which may come from another machine."""
+    provenance = json.loads((work / PROVENANCE).read_text())
+    chosen = [case for case in cases(4) if case.name in names]
+    results = {}
+    for case in chosen:
+        file = work / f"{case.name}.json"
+        results[case.name] = json.loads(file.read_text()) if file.exists() else {"error": "no answer in time"}
+    verdicts = [judge(case, results) for case in chosen]
+    compiled = compilations(work)
+    problems = [f"{name} was compiled {count} times" for name, count in compiled.items() if count != 1]
+    if not compiled:
+        problems.append("no start-up log says that a kernel was compiled")
+    return {
+        **provenance,
+        "not_run": not_run(provenance["gpus"]),
+        "compiled": compiled,
+        "processes_with_kernels": sum(len(v.get("ranks", ())) for v in verdicts if not v["name"].startswith("stock")),
+        "cases": verdicts,
+        "problems": problems,
+    }
+
+
+def compilations(work: Path) -> dict[str, int]:
+    """How often each kernel was compiled, over the start-up logs of all processes: the cache is shared."""
+    found: Counter[str] = Counter()
+    for log in sorted(work.glob("*.log")):
+        found.update(name for _, name in COMPILED.findall(log.read_text(errors="replace")))
+    return dict(sorted(found.items()))
+
+
+def write_checkpoint(heads: int, work: Path) -> None:
+    folder = work / RankCase("", 1, heads=heads).checkpoint
+    command = [sys.executable, "-m", "overlay", "tiny", str(folder), "--heads", str(heads), "--seed", "1"]
+    subprocess.run(command, cwd=ROOT, env=without_overlay(os.environ), check=True, stdout=subprocess.DEVNULL)
+
+
+def pack(work: Path, file: Path) -> None:
+    """Answers and logs in one archive: `--answers` judges them again, on any machine."""
+    with tarfile.open(file, "w:gz") as archive:
+        for path in sorted([*work.glob("*.json"), *work.glob("*.log")]):
+            archive.add(path, path.name)
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.ranks", description=__doc__.splitlines()[0])
+    parser.add_argument("--load", action="store_true", help="load tests and random launches at the same time")
+    parser.add_argument("--seconds", type=float, default=1500, help="for everything; what runs then is stopped (1500)")
+    parser.add_argument("--ranks-a-gpu", type=int, default=12, help="engine processes that share a GPU (12)")
+    parser.add_argument("--case", action="append", choices=[case.name for case in cases(4)], help="only these")
+    parser.add_argument("--pack", type=Path, help="archive of all answers and logs, written at the end")
+    parser.add_argument("--answers", type=Path, help="judge the answers in this folder, and run nothing")
+    options = parser.parse_args()
+    if options.answers:
+        report = report_of(options.case or [case.name for case in cases(4)], options.answers)
+        measurement.keep("ranks", report)
+    elif len(jobs.gpus()) < 2:
+        raise SystemExit(f"{len(jobs.gpus())} GPUs: this compares engines of several ranks, on two or four")
+    else:
+        report = run(options.case, options.load, options.seconds, options.ranks_a_gpu, options.pack)
+    return tell(report)
+
+
+def tell(report: Mapping[str, Any]) -> int:
+    """Print the verdicts; 1 where there are problems."""
+    for case in report["cases"]:
+        largest = case.get("largest_logprob_difference", "")
+        print(f"{case['name']:26} {'ok' if not case['problems'] else 'FAILED':7} {largest}")
+        for problem in case["problems"]:
+            print(f"    {problem}")
+    for problem in report["problems"]:
+        print(problem)
+    if report["not_run"]:
+        print(f"not run, for want of GPUs: {', '.join(report['not_run'])}")
+    return int(bool(report["problems"]) or any(case["problems"] for case in report["cases"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
