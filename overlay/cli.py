@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import os
 import pkgutil
 import sys
@@ -34,7 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.run(options)
     except OverlayError as error:
         print(f"overlay: {error}", file=sys.stderr)
+        if getattr(options, "json", None) is True:  # who reads JSON from stdout finds some there whatever happened
+            print(json.dumps({"error": str(error)}, indent=2))
         return 2
+    except KeyboardInterrupt:
+        print("overlay: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # `| head` has seen enough; Python would complain once more while it shuts down
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

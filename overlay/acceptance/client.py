@@ -6,6 +6,7 @@ its own kind. aiohttp is the client because vLLM itself requires it.
 
 import asyncio
 import json
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from aiohttp.http import HttpProcessingError
 
 from overlay.errors import OverlayError
 
@@ -67,14 +69,17 @@ class Client:
     """One model of one server. `patience` is how many seconds the first token of an answer may take."""
 
     def __init__(self, url: str, model: str | None, patience: float) -> None:
-        self.url = re.sub(r"/v1$", "", url.rstrip("/"))
+        self.url = base(url)
         self.model = model
         self.patience = patience
         self.answers_with_replacement: list[str] = []  # pieces of text around a U+FFFD, in the order they came
 
     async def __aenter__(self) -> "Client":
+        # The variable that OpenAI's own client reads, for a server that was started with --api-key.
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         # No limit on connections: a batch of 256 requests must arrive as one.
-        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -89,13 +94,13 @@ class Client:
         except TimeoutError:
             raise Fault("hang", f"{path} did not answer within {seconds:.0f} s") from None
         except aiohttp.ClientError as error:
-            raise Fault("refused", f"{self.url}{path}: {error}") from None
+            raise Fault("refused", f"{self.url}{path}: {reason(error)}") from None
 
     async def card(self) -> Mapping[str, Any]:
         """The model's entry in /v1/models (the first one where no name was given). Raises Fault and UsageError."""
         status, said = await self.get("/v1/models")
         if status != 200:
-            raise Fault("http", f"/v1/models answered {status}: {said[:BODY_CHARACTERS]}")
+            raise Fault("http", f"/v1/models answered {status}: {said[:BODY_CHARACTERS]}{key_hint(status)}")
         try:
             cards = {card["id"]: card for card in json.loads(said)["data"]}
         except (ValueError, KeyError, TypeError):
@@ -114,7 +119,8 @@ class Client:
             status, said = await self.get("/metrics")
         except Fault:
             return None
-        values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", said, re.M) if status == 200 else []
+        number = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
+        values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? {number}$", said, re.M | re.I) if status == 200 else []
         return sum(map(float, values)) if values else None
 
     async def ask(
@@ -141,7 +147,7 @@ class Client:
             ):
                 if response.status != 200:
                     said = await response.text(errors="replace")
-                    raise Fault("http", f"HTTP {response.status}: {said[:BODY_CHARACTERS]}")
+                    raise Fault("http", f"HTTP {response.status}: {said[:BODY_CHARACTERS]}{key_hint(response.status)}")
                 async for line in response.content:
                     before = len(stream.pieces)
                     if stream.take(line):
@@ -153,13 +159,35 @@ class Client:
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, ConnectionResetError) as error:
             raise Fault("dropped", f"{stream.progress()}, then the connection broke: {error}") from None
         except aiohttp.ClientError as error:
-            raise Fault("refused", str(error)) from None
+            raise Fault("refused", reason(error)) from None
+        except (ValueError, HttpProcessingError) as error:  # older and newer aiohttp, for a line that does not end
+            said = str(error)[:BODY_CHARACTERS]
+            raise Fault("malformed", f"{stream.progress()}, then what is no stream of events: {said}") from None
         answer = stream.answer()
         # A stream cut by max_tokens may end inside a character; anywhere else the character is damage.
         kept = answer.text[:-1] if answer.finish == "length" else answer.text
         if (place := kept.find("\ufffd")) >= 0:
             self.answers_with_replacement.append(kept[max(place - 30, 0) : place + 30])
         return answer
+
+
+def base(url: str) -> str:
+    """The server's address without /v1; `localhost:8000` gets its http://. Raises UsageError."""
+    address = url.strip() if "://" in url else f"http://{url.strip()}"
+    if not re.match(r"https?://[^/\s]+", address):
+        raise UsageError(f"--url {url}: is no address of a server; it looks like http://localhost:8000")
+    return re.sub(r"/v1$", "", address.rstrip("/"))
+
+
+def reason(error: aiohttp.ClientError) -> str:
+    """Why a request did not get through, in the operating system's words where it has some."""
+    if isinstance(error, aiohttp.ClientConnectorError) and (error.errno or 0) > 0:
+        return f"{error.host}:{error.port}: {os.strerror(error.errno)}"
+    return str(error) or type(error).__name__
+
+
+def key_hint(status: int) -> str:
+    return "; the server wants a key: set OPENAI_API_KEY" if status == 401 else ""
 
 
 def body(
@@ -205,12 +233,16 @@ class Stream:
             return True
         try:
             event = json.loads(data)
-        except ValueError:
-            raise Fault("malformed", f"an event is not JSON: {data[:BODY_CHARACTERS]}") from None
-        if "error" in event:
-            raise Fault("http", f"{self.progress()}, then an error event: {data[:BODY_CHARACTERS]}")
-        self.usage = event.get("usage") or self.usage
-        for choice in event.get("choices", ()):
+            if "error" in event:
+                raise Fault("http", f"{self.progress()}, then an error event: {data[:BODY_CHARACTERS]}")
+            self._use(event)
+        except (ValueError, TypeError, AttributeError, KeyError):
+            raise Fault("malformed", f"an event is not one of a chat completion: {data[:BODY_CHARACTERS]}") from None
+        return False
+
+    def _use(self, event: Mapping[str, Any]) -> None:
+        self.usage = dict(event.get("usage") or self.usage)
+        for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
             piece = (delta.get("reasoning") or delta.get("reasoning_content") or "") + (delta.get("content") or "")
             self.finish = choice.get("finish_reason") or self.finish
@@ -219,9 +251,8 @@ class Stream:
                 self.first = self.first or self.last
                 self.pieces.append(piece)
             for token in (choice.get("logprobs") or {}).get("content") or ():
-                top = {entry["token"]: entry["logprob"] for entry in token.get("top_logprobs", ())}
-                self.tokens.append(Token(token["token"], token["logprob"], top))
-        return False
+                top = {entry["token"]: entry["logprob"] for entry in token.get("top_logprobs") or ()}
+                self.tokens.append(Token(token["token"], float(token["logprob"]), top))
 
     def progress(self) -> str:
         return f"{len(self.pieces)} pieces arrived" if self.pieces else "nothing arrived"
@@ -239,8 +270,8 @@ class Stream:
             text="".join(self.pieces),
             tokens=tuple(self.tokens),
             finish=self.finish,
-            prompt_tokens=self.usage.get("prompt_tokens", 0),
-            completion_tokens=self.usage.get("completion_tokens", len(self.pieces)),
+            prompt_tokens=self.usage.get("prompt_tokens") or 0,
+            completion_tokens=self.usage.get("completion_tokens") or len(self.pieces),
             cached=details.get("cached_tokens"),
             first=first - self.sent,
             total=self.last - self.sent,

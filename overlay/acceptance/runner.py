@@ -59,18 +59,20 @@ async def accept(
     async with Client(url, model, patience) as client:
         session = Session(client, plan, seed, None, say)
         try:
-            session.longest = (await client.card()).get("max_model_len")
+            longest = (await client.card()).get("max_model_len")
+            session.longest = longest if isinstance(longest, int) else None
         except Fault:
             say("the server does not list its models")  # the health gate says why
         results: list[Result] = []
         dead: str | None = None
         for number, (gate, wanted) in enumerate(chosen, 1):
             say(f"[{number}/{len(chosen)}] {gate.name}: {gate.title}")
-            result = await _one(session, gate, wanted, dead)
+            told = any(earlier.state is State.NOT_RUN for earlier in results)
+            result = await _one(session, gate, wanted, "as above" if dead and told else dead)
             results.append(result)
             if dead is None and result.state is State.FAILED:
                 dead = await _death(client)
-            say(f"    {result.state}: {result.detail} ({result.seconds:.1f} s)")
+            say(f"    {result.state}: {result.detail}" + (f" ({result.seconds:.1f} s)" if result.seconds else ""))
         version = await _version(client)
     return {
         "url": client.url,
@@ -122,7 +124,7 @@ async def _death(client: Client) -> str | None:
             return f"the engine is gone: /health answers {status}"
         await client.ask("Hello", 1, ignore_eos=True)
     except Fault as fault:
-        return f"the server answers no more: {fault}"
+        return f"the server does not answer: {fault}"
     return None
 
 

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -37,6 +38,8 @@ def run(options: argparse.Namespace) -> int:
         from overlay.acceptance import gates, report, runner
     except ModuleNotFoundError as error:
         raise OverlayError(f"{error.name} is missing in this Python: pip install aiohttp (vLLM brings it)") from None
+    if options.json:
+        require_writable(options.json)
     earlier = report.load(options.compare) if options.compare else None
     plan = gates.QUICK if options.quick else gates.FULL
     # Another text each time: what an earlier run left in the prefix cache must not answer for this one.
@@ -44,13 +47,23 @@ def run(options: argparse.Namespace) -> int:
     found = asyncio.run(
         runner.accept(options.url, options.model, plan, options.skip, options.patience, seed, say=_progress)
     )
+    print(report.as_text(found, earlier))
     if options.json:
         try:
             options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             raise OverlayError(f"--json {options.json}: {error.strerror}") from None
-    print(report.as_text(found, earlier))
     return 0 if found["passed"] else 1
+
+
+def require_writable(file: Path) -> None:
+    """Raises OverlayError where the report could not be written: better now than after an hour of questions."""
+    if file.is_dir():
+        raise OverlayError(f"--json {file}: is a folder; name a file in it")
+    if not file.parent.is_dir():
+        raise OverlayError(f"--json {file}: there is no folder {file.parent}")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise OverlayError(f"--json {file}: cannot be written to")
 
 
 def _progress(line: str) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 ENGINE = web.AppKey("engine", object)
+# fault -> what stands in place of an event
+NO_EVENTS = {"no-json": b"data: {oops\n\n", "odd-event": b"data: [1]\n\n", "endless-line": b"data: " + b"x" * (1 << 20)}
 VOCABULARY = ("amber", "basin", "cliff", "delta", "ember", "fjord", "grove", "heath", "inlet", "knoll", "ledge", "moor")
 
 
@@ -46,7 +48,8 @@ class Engine:
         text = self.reply(prompt)
         if self.fault == "wrong-needle":
             text = re.sub(r"\d{6}", lambda found: str(1_100_000 - int(found[0])), text)
-        draw = random.Random(prompt + ("again" if self.fault == "drift" and again else ""))
+        other = (self.fault == "drift" and again) or (self.fault == "wide-batch" and self.running > 32)
+        draw = random.Random(prompt + ("again" if other else ""))
         pieces = [f"{word} " for word in text.split()]
         if self.fault == "drift" and again:
             pieces = []
@@ -69,6 +72,8 @@ async def chat(request: web.Request) -> web.StreamResponse:
     engine: Engine = request.app[ENGINE]
     body = await request.json()
     prompt = body["messages"][-1]["content"]
+    if engine.fault == "locked" and request.headers.get("Authorization") != "Bearer open sesame":
+        return web.json_response({"error": "Unauthorized"}, status=401)
     size = len(prompt.split())
     here = size >= engine.where
     if engine.dead or (engine.fault == "http-500" and here):
@@ -82,6 +87,8 @@ async def chat(request: web.Request) -> web.StreamResponse:
         await response.prepare(request)
         if prompt.startswith("Reply"):
             await asyncio.sleep(0.1)  # so that a batch overlaps
+            if engine.running > 8:
+                await asyncio.sleep(0.5)  # and is seen by who polls /metrics
         pieces = engine.words(prompt, body["max_tokens"], body.get("ignore_eos", False))
         for number, piece in enumerate(pieces):
             if engine.fault == "dies-decoding" and size + number > engine.where:
@@ -91,6 +98,9 @@ async def chat(request: web.Request) -> web.StreamResponse:
             if engine.fault == "stalls" and number == 3:
                 await asyncio.sleep(60)
             if engine.fault == "dropped" and here and number == 3:
+                return response
+            if engine.fault in NO_EVENTS and number == 3:
+                await response.write(NO_EVENTS[engine.fault])
                 return response
             if engine.fault == "error-event" and number == 3:
                 await send(response, {"error": {"message": "EngineDeadError"}})

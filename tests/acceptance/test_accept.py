@@ -90,6 +90,10 @@ CAUGHT = {
     "crossed": ("echo", "echo"),
     "wrong-needle": ("needle-8k", "needle"),
     "drift": ("prefix", "prefix"),
+    "wide-batch": ("batch", "batch"),
+    "no-json": ("repetition", "malformed"),
+    "odd-event": ("repetition", "malformed"),
+    "endless-line": ("repetition", "malformed"),
 }
 
 
@@ -114,7 +118,7 @@ def test_a_hang_is_told_from_a_slow_answer_and_ends_the_run(fault):
     assert gate(found, "repetition")["seconds"] < 5
     if fault == "hang":
         assert set(states(found).values()) == {"passed", "failed", "not run"}
-        assert "answers no more" in found["engine"]
+        assert "does not answer" in found["engine"]
 
 
 def test_an_engine_that_dies_past_a_context_length_is_named_by_the_long_decode():
@@ -161,6 +165,45 @@ def test_nothing_listening_is_a_failed_run_not_a_traceback():
     found = asyncio.run(accept("http://127.0.0.1:9", None, SMALL, (), 1.0, 3, say=lambda _: None))
     assert gate(found, "health")["symptom"] == "refused"
     assert states(found)["speed"] == "not run"
+
+
+def test_the_reason_that_nothing_is_run_is_told_once():
+    lines = []
+    found = asyncio.run(accept("127.0.0.1:9", None, SMALL, (), 1.0, 3, say=lines.append))
+    assert found["url"] == "http://127.0.0.1:9"
+    assert gate(found, "health")["detail"] == "http://127.0.0.1:9/health: 127.0.0.1:9: Connection refused"
+    details = [gate["detail"] for gate in found["gates"] if gate["state"] == "not run"]
+    assert "Connection refused" in details[0] and set(details[1:]) == {"as above"}
+    assert sum("Connection refused" in line for line in lines) == 2
+
+
+def test_an_engine_that_is_dead_from_the_start():
+    found = judged(Engine(dead=True))
+    assert gate(found, "health")["symptom"] == "unhealthy"
+    assert "/health answers 503" in found["engine"]
+
+
+def test_a_server_that_wants_a_key(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    detail = gate(judged(Engine(fault="locked")), "repetition")["detail"]
+    assert "HTTP 401" in detail and "set OPENAI_API_KEY" in detail
+    monkeypatch.setenv("OPENAI_API_KEY", "open sesame")
+    found = judged(Engine(fault="locked"))
+    assert found["passed"] and "open sesame" not in json.dumps(found)
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "", "http:///v1"])
+def test_an_address_that_is_none(url, capsys):
+    assert main(["accept", "--url", url]) == 2
+    assert "looks like http://localhost:8000" in capsys.readouterr().err
+
+
+def test_a_report_that_could_not_be_written_is_refused_before_anything_is_asked(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "none" / "report.json", tmp_path / "file" / "report.json"):
+        assert main(["accept", "--url", "http://127.0.0.1:9", "--json", str(place)]) == 2
+        said = capsys.readouterr().err
+        assert str(place) in said and "[1/" not in said
 
 
 def test_every_kind_of_fault_has_a_pointer_and_every_gate_its_own_name():
