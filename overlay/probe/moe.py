@@ -1,6 +1,6 @@
 """vLLM's own NVFP4 experts on a small layer against a reference: do they point the right way, and are they as long?
 
-    python -m overlay.probe.moe [--plant inverted]     prints JSON; `python -m overlay probe moe` runs and reads it
+    python -m overlay.probe.moe --out FILE [--plant inverted]     `python -m overlay probe moe` runs and reads it
 
 A repeated token is what a model says whose experts are scaled wrongly, and no kernel fails: an inverted scale leaves a
 cosine of 0.996 beside a factor of 25. So both are measured, for every backend that this GPU can run. Without a GPU, the
@@ -11,6 +11,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,12 +83,13 @@ class Unavailable(Exception):
     """vLLM does not give this backend to this layer here."""
 
 
-def measure(inverted: bool) -> list[Row]:
+def measure(inverted: bool) -> Iterator[Row]:
     """All rows, on the GPU that torch sees or, without one, on the CPU."""
     device = "cuda" if has_gpu() else "cpu"
     start(device)
     wanted = [case for case in cases() if device == "cuda" or case.flag in READABLE]
-    return [row for case in wanted for row in rows(case, device, inverted)]
+    for case in wanted:
+        yield from rows(case, device, inverted)
 
 
 def rows(case: Case, device: str, inverted: bool) -> Iterator[Row]:
@@ -231,10 +233,12 @@ def unswizzled(blocks: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--plant", choices=("inverted",))
     options = parser.parse_args()
-    found = measure(inverted=options.plant == "inverted")
-    print(json.dumps([asdict(row) for row in found]))
+    with options.out.open("w") as out:
+        for row in measure(inverted=options.plant == "inverted"):
+            print(json.dumps(asdict(row)), file=out, flush=True)
 
 
 if __name__ == "__main__":

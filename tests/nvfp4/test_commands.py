@@ -29,7 +29,7 @@ def row(backend: str, base: dict = GOOD) -> dict:
     ],
 )
 def test_verdict(monkeypatch, capsys, rows, status):
-    monkeypatch.setattr(probe, "ask", lambda has_gpu, plant: rows)
+    monkeypatch.setattr(probe, "ask", lambda *question: (rows, ""))
     assert cli.main(["probe", "moe", "--json"]) == status
     document = json.loads(capsys.readouterr().out)
     assert (document["ok"], document["rows"]) == (status == 0, rows)
