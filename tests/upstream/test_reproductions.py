@@ -12,20 +12,23 @@ FOLDER = ROOT / "docs" / "upstream"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
 
 ALL = """
-import json, runpy, sys
-answers = {path: runpy.run_path(path)["reproduce"]() for path in sys.argv[1:]}
-answers["overlay"] = "overlay.startup" in sys.modules
-print(json.dumps(answers))
+import contextlib, io, json, runpy, sys
+answers = {}
+for path in sys.argv[1:]:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        result = runpy.run_path(path, run_name="__main__")["result"]
+    answers[path] = {**result, "said": said.getvalue()}
+print(json.dumps({"answers": answers, "overlay": "overlay.startup" in sys.modules}))
 """
 
 
 @pytest.fixture(scope="module")
 def shown() -> dict[str, dict]:
-    """Script name -> its answer, all from one process in which vLLM is stock."""
+    """Script name -> its answer and what it printed ("said"), all from one process in which vLLM is stock."""
     env = {**without_overlay(os.environ), "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    answers = run_python(ALL, env, *map(str, SCRIPTS), timeout=600)
-    assert answers.pop("overlay") is False
-    return {path.rpartition("/")[2]: answer for path, answer in answers.items()}
+    found = run_python(ALL, env, *map(str, SCRIPTS), timeout=600)
+    assert found["overlay"] is False
+    return {path.rpartition("/")[2]: answer for path, answer in found["answers"].items()}
 
 
 def test_every_fault_is_still_there(shown):
@@ -59,7 +62,15 @@ def test_the_profile_run_asks_for_the_dense_prefill_of_a_layer_without_one(shown
 
 
 def test_the_import_error_is_not_told(shown):
-    assert shown["swallowed_import_error.py"] == {"answer": False, "told": False, "wrong": ["the cause is lost"]}
+    answer = shown["swallowed_import_error.py"]
+    assert (answer["answer"], answer["told"], answer["wrong"]) == (False, False, ["the cause is lost"])
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_the_report_shows_what_the_script_prints(shown, script):
+    quoted = re.search(r"\*\*Reproduction\.\*\*.*?```\n(.*?)```", script.with_suffix(".md").read_text(), re.S)[1]
+    printed = shown[script.name]["said"]
+    assert [line for line in quoted.splitlines() if line not in printed] == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
