@@ -26,7 +26,7 @@ from tests.conftest import ROOT, without_overlay
 
 VERSIONS = ("0.27.1", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 # What depends on the installed vLLM. The rest of the suite is about this project's own files.
-TESTS = ("tests/attention", "tests/nvfp4", "tests/patches", "tests/rehearsal", "tests/startup")
+TESTS = ("tests/attention", "tests/nvfp4", "tests/patches", "tests/probe", "tests/rehearsal", "tests/startup")
 # GPUs that the states are asked for: NVML knows no memory of an integrated one.
 BOARDS = {"GB10": ((12, 1), 0), "RTX PRO 6000": ((12, 0), 96 << 30)}
 PAGE = ROOT / "docs" / "versions.md"
