@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def kv_cache_dtype(case: EngineCase, side: str) -> str:
     return case.row_dtype
 
 
-def generate(llm: Any, prompt_logprobs: bool) -> list[dict]:
+def generate(llm: Any, prompt_logprobs: bool, asked: Sequence[list[int]] | None = None) -> list[dict]:
     """Greedy answers to all prompts at once, with the log-probability of every token and the margin to the second."""
     from vllm import SamplingParams
 
@@ -38,7 +39,7 @@ def generate(llm: Any, prompt_logprobs: bool) -> list[dict]:
         prompt_logprobs=0 if prompt_logprobs else None,
         detokenize=False,
     )
-    requests = [{"prompt_token_ids": tokens} for tokens in prompts()]
+    requests = [{"prompt_token_ids": tokens} for tokens in asked or prompts()]
     answers = []
     for output in llm.generate(requests, parameters, use_tqdm=False):
         completion = output.outputs[0]

@@ -11,11 +11,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from overlay import measurement
 from overlay.hardware import Hardware
-from tests.conftest import ROOT
+from tests.conftest import ROOT, with_overlay, without_overlay
 
 PR_SET_CHILD_SUBREAPER = 36
 ASK_S = 15.0  # from SIGTERM to SIGKILL
+# NVLink multicast is off: cards of 12.x have none, and a fault in it takes every GPU of a host with it.
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,6 +53,18 @@ def gpus() -> tuple[str, ...]:
     count = len(Hardware().devices)
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return tuple(named.split(",")[:count]) if named else tuple(map(str, range(count)))
+
+
+def environments(work: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Of children without and with the overlay. Its kernel cache starts empty; every other cache stays as it is."""
+    base = {**os.environ, **NO_MULTICAST}
+    caches = Path(base.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    base.setdefault("VLLM_CACHE_ROOT", str(caches / "vllm"))
+    base["XDG_CACHE_HOME"] = str(work / "cache")
+    settings = work / "patches.toml"
+    capability = measurement.provenance()["capability"]
+    settings.write_text(f'[patches.sparse_mla]\nenabled = "auto"\nother_capabilities = "{capability}"\n')
+    return without_overlay(base), {**with_overlay(base), "OVERLAY_CONFIG": str(settings)}
 
 
 def run(

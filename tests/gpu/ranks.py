@@ -19,34 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from overlay import measurement
-from tests.conftest import ROOT, with_overlay, without_overlay
+from tests.conftest import ROOT, without_overlay
 from tests.gpu import jobs
 from tests.gpu.rank_cases import RankCase, cases, judge, not_run
 
 WORK = ROOT / "build" / "ranks"
 PROVENANCE = "provenance.json"  # of the machine that ran the engines, beside their answers
 HEAD_START_S = 170.0  # an engine's first start on a machine compiles for two to three minutes
-# NVLink multicast is off: cards of 12.x have none, and a fault in it takes every GPU of a host with it.
-NO_MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-}
 COMPILED = re.compile(r"overlay\[pid (\d+)\]: kernel cache: compiled (\S+)")
-
-
-def environments(work: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Of children without and with the overlay. Its kernel cache starts empty; every other cache stays as it is."""
-    base = {**os.environ, **NO_MULTICAST}
-    caches = Path(base.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    base.setdefault("VLLM_CACHE_ROOT", str(caches / "vllm"))
-    base["XDG_CACHE_HOME"] = str(work / "cache")
-    settings = work / "patches.toml"
-    capability = measurement.provenance()["capability"]
-    settings.write_text(f'[patches.sparse_mla]\nenabled = "auto"\nother_capabilities = "{capability}"\n')
-    return without_overlay(base), {**with_overlay(base), "OVERLAY_CONFIG": str(settings)}
 
 
 def job_of(case: RankCase, number: int, gpus: tuple[str, ...], work: Path, env: Mapping[str, str]) -> jobs.Job:
@@ -87,7 +67,7 @@ def run(
     work.mkdir(parents=True)
     for heads in sorted({case.heads for case in chosen}):
         write_checkpoint(heads, work)
-    stock, ours = environments(work)
+    stock, ours = jobs.environments(work)
     numbers: Counter[int] = Counter()
     todo = load_jobs(gpus, work, ours) if load else []
     for case in chosen:
