@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from overlay.hardware import Hardware
 from tests.conftest import ROOT, without_overlay
 from tests.gpu import jobs, load_cases, load_client
 from tests.gpu.load_cases import Sample, difference
+from tests.gpu.rank_cases import finite
 
 ROWS = "bf16"
 SAMPLE_S, STOP_S = 4.0, 25.0
@@ -217,6 +219,8 @@ def run(tp: int, clients: int, seconds: float, budget: float, folder: Path) -> d
         sides = asyncio.run(measure_all(found, clients, seconds, until))
     report = {**measurement.provenance(), "tp": tp, "clients": clients, **sides}
     report["problems"] = judge(sides["ours"], sides.get("stock"))
+    for side, key in itertools.product(sides.values(), ("largest_difference", "alone_again")):
+        side[key] = finite(side[key])
     measurement.keep("load" if tp == 1 else f"load-tp{tp}", report)
     return report
 
