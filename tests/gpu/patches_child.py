@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from overlay.probe.scores import K, POOL, expanded
+from overlay.probe.scores import POOL, K, expanded
 from tests.conftest import ROOT
 
 COMPILED_S = 180  # of one engine start of the small model that vLLM compiles
