@@ -22,6 +22,16 @@ class Finding:
     consequence: str
     cure: str
 
+    @property
+    def stands(self) -> bool:
+        """Is it an error that no patch of the overlay cures?"""
+        return self.severity == "error" and not self.cure.startswith("patch ")
+
+    @property
+    def of_draft_layer(self) -> bool:
+        """Does it matter only where the draft layer is loaded (--speculative-config)?"""
+        return self.what.startswith("MTP layer")
+
     def as_json(self) -> dict[str, str]:
         return asdict(self)
 

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print both columns; 1 where the overlay's would not boot."""
+    """Print both columns; 1 where the overlay's would not boot, or the checkpoint has an error that no patch cures."""
     from overlay.rehearsal import columns, report
 
     if options.tp < 1:
@@ -48,22 +48,28 @@ def run(options: argparse.Namespace) -> int:
         allowance=columns.ALLOWANCE if options.allowance is None else options.allowance,
     )
     answers = columns.ask(question, progress=say, output=sys.stderr if options.verbose else None)
-    findings = report.findings(answers["stock"], answers["overlay"]) + checkpoint_findings(options.model)
+    drafts = any(flag.startswith(("--speculative", "-sc")) for flag in options.passed_on)
+    checkpoint = checkpoint_findings(options.model, answers["overlay"])
+    findings = report.findings(answers["stock"], answers["overlay"]) + checkpoint
     if options.json:
         print(json.dumps(report.as_json(answers, findings), indent=2))
     else:
         print(report.as_text(answers, findings))
-    return 0 if answers["overlay"]["boots"] else 1
+    stopped = any(finding.stands and (drafts or not finding.of_draft_layer) for finding in checkpoint)
+    return 0 if answers["overlay"]["boots"] and not stopped else 1
 
 
-def checkpoint_findings(model: Path) -> list[Finding]:
+def checkpoint_findings(model: Path, column: dict[str, object]) -> list[Finding]:
     """What the audit finds where `model` is a checkpoint; a configuration alone has nothing to audit."""
     folder = model.parent if model.name == "config.json" else model
     if not any(folder.glob("*.safetensors")):
         return []
     from overlay.checkpoint.audit import audit
+    from overlay.rehearsal import report
 
-    return list(audit(folder).findings)
+    say(f"audit: headers and scales of {folder}")
+    result = audit(folder)
+    return [*report.stored(result.bytes, column), *result.findings]
 
 
 def say(line: str) -> None:
@@ -71,11 +77,11 @@ def say(line: str) -> None:
 
 
 def capability(text: str) -> tuple[int, int]:
-    """`12.1` -> (12, 1)."""
-    found = re.fullmatch(r"(\d{1,2})\.(\d)", text.strip())
+    """`12.1`, `12.1a` or `sm_121` -> (12, 1)."""
+    found = re.fullmatch(r"(?:sm_([5-9]|1\d)|(\d{1,2})\.)(\d)[af]?", text.strip())
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is not a compute capability; it looks like 12.1")
-    return int(found[1]), int(found[2])
+    return int(found[1] or found[2]), int(found[3])
 
 
 def size(text: str) -> int:
@@ -84,4 +90,7 @@ def size(text: str) -> int:
     unit = _UNITS.get(found[2].lower()) if found else None
     if unit is None or float(found[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; it looks like 24GiB, 24GB or 25769803776")
-    return int(float(found[1]) * unit)
+    size = int(float(found[1]) * unit)
+    if size < 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text!r} is {size} bytes; give a unit, such as {found[1]}GiB")
+    return size

@@ -9,6 +9,7 @@ import gc
 import json
 import logging
 import os
+import re
 import sys
 import traceback
 from contextlib import ExitStack
@@ -229,9 +230,10 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _in_words(error: BaseException) -> str:
-    """The error as one paragraph, without the frame that pydantic puts around it."""
+    """The error as one paragraph, without the frame that pydantic puts around it; what we raise names itself."""
     text = " ".join(line for line in str(error).splitlines() if "errors.pydantic.dev" not in line)
-    return f"{type(error).__name__}: {' '.join(text.split())}"
+    said = re.sub(r" \[type=\w+, input_value=.*\]$", "", " ".join(text.split()))
+    return said if isinstance(error, OverlayError) else f"{type(error).__name__}: {said}"
 
 
 def _patches() -> list[dict[str, str]]:

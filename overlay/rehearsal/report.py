@@ -101,7 +101,10 @@ def why(name: str, column: Column) -> str:
         lines += [f"    {backend} refused: {'; '.join(r)}" for backend, r in selection["refused"].items()]
     lines += [f"  {line}" for line in column["log"]]
     if column["failure"]:
-        lines.append(f"  would not boot: {column['failure']['error']}")
+        said = column["failure"]["error"]
+        if any(selection["refused"] for selection in column.get("selections", ())):
+            said = said.partition(" Reasons: {")[0]  # vLLM's message repeats the refusals, which stand above
+        lines.append(f"  would not boot: {said}")
     wrapped = [textwrap.fill(line, WIDTH, subsequent_indent="      ") for line in lines]
     return "\n".join([f"{name}: why", *(wrapped or ["  nothing to explain"])])
 
@@ -126,7 +129,7 @@ def findings(stock: Column, overlay: Column) -> list[Finding]:
     """What the two columns alone tell; the checkpoint's own faults are the audit's."""
     found = []
     if not overlay["boots"]:
-        found.append(_no_boot(overlay))
+        found.append(_no_boot(stock, overlay))
     elif not stock["boots"]:
         at, said = _failure(stock)
         found.append(
@@ -159,12 +162,30 @@ def _failure(column: Column) -> tuple[str, str]:
     return column["failure"]["stage"], textwrap.shorten(column["failure"]["error"], 200, placeholder=" ...")
 
 
-def _no_boot(overlay: Column) -> Finding:
+def _no_boot(stock: Column, overlay: Column) -> Finding:
     at, said = _failure(overlay)
     cure = "see the message; `python -m overlay status` shows the patches"
+    if stock["failure"] == overlay["failure"]:
+        cure = "what the message names: vLLM without the overlay says the same"
     if overlay.get("budget", {}).get("kv_cache", 1) <= 0:
         cure = "more GPUs (--tp), a smaller or quantised checkpoint, or a higher --gpu-memory-utilization"
     return error("overlay_boot", f"vLLM with the overlay would not boot, at {at}: {said}", "no server", cure)
+
+
+def stored(size: int, overlay: Column) -> list[Finding]:
+    """What the shards hold (`size` bytes by their headers) against what vLLM builds on a rank, where that is known."""
+    if "weight_bytes" not in overlay:
+        return []
+    ranks = overlay["tensor_parallel_size"] * overlay["pipeline_parallel_size"]
+    return [
+        info(
+            "weights",
+            f"the shards hold {size / GIB:.2f} GiB by their headers; vLLM builds weights of "
+            f"{overlay['weight_bytes'] / GIB:.2f} GiB on {'the rank' if ranks == 1 else f'each of {ranks} ranks'}",
+            "more in sum is what every rank keeps whole; less is what is left out (a draft layer, a vision tower)",
+            "none needed",
+        )
+    ]
 
 
 def _capacity(stock: Column, overlay: Column) -> list[Finding]:
@@ -174,4 +195,6 @@ def _capacity(stock: Column, overlay: Column) -> list[Finding]:
         return []
     more = f"{ours:,} tokens fit with the overlay, {theirs:,} without ({ours / theirs - 1:+.0%})"
     cause = f"{overlay['bytes_per_block']:,} against {stock['bytes_per_block']:,} bytes a block"
+    if overlay["kv_memory"] != stock["kv_memory"]:
+        cause += f", in {overlay['kv_memory'] / GIB:.2f} against {stock['kv_memory'] / GIB:.2f} GiB"
     return [info("kv_capacity", more, cause, "none needed")]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from overlay import cli
+from overlay.checkpoint import findings
 from overlay.commands import rehearse
 from overlay.rehearsal import columns, driver, report
 
@@ -72,9 +73,26 @@ def test_a_checkpoints_own_faults_are_among_the_findings(
     named: str, model: Path, asked: list, capsys: pytest.CaptureFixture
 ) -> None:
     (model / "model.safetensors").write_bytes(b"not safetensors")
-    assert cli.main(["rehearse", "--model", str(model / named), "--capability", "12.1", "--json"]) == 0
+    assert cli.main(["rehearse", "--model", str(model / named), "--capability", "12.1", "--json"]) == 1
     checks = [finding["check"] for finding in json.loads(capsys.readouterr().out)["findings"]]
     assert checks == ["stock_boot", "unreadable_shard"]
+
+
+@pytest.mark.parametrize(
+    ("what", "cure", "flags", "status"),
+    [
+        ("routed experts: no scale", "patch nvfp4_moe_scales (on by default) serves it as W4A16", [], 0),
+        ("routed experts: NaN", "download again", [], 1),
+        ("MTP layer, routed experts: NaN", "download again", [], 0),
+        ("MTP layer, routed experts: NaN", "download again", ["--speculative-config", "{}"], 1),
+    ],
+)
+def test_what_a_patch_cures_or_nobody_loads_does_not_count(
+    what: str, cure: str, flags: list[str], status: int, model: Path, asked: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [findings.error("weight_scale_unusable", what, "garbage", cure)]
+    monkeypatch.setattr(rehearse, "checkpoint_findings", lambda *_: found)
+    assert cli.main(["rehearse", "--model", str(model), "--capability", "12.1", *flags]) == status
 
 
 @pytest.mark.parametrize(
@@ -93,12 +111,35 @@ def test_a_model_that_is_none(content: str | None, said: str, tmp_path: Path, ca
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", ["12", "sm_121", "12.10", "", "a.b"])
+@pytest.mark.parametrize("wrong", ["12", "121", "sm_12", "12.10", "12.1b", "", "a.b"])
 def test_a_capability_that_is_none(wrong: str, model: Path, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as exit_status:
         cli.main(["rehearse", "--model", str(model), "--capability", wrong])
     assert exit_status.value.code == 2
     assert "it looks like 12.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["12.1", " 12.1", "12.1a", "sm_121", "sm_121a", "sm_121f"])
+def test_spellings_of_a_capability(text: str) -> None:
+    assert rehearse.capability(text) == (12, 1)
+    assert rehearse.capability("9.0") == rehearse.capability("sm_90") == (9, 0)
+
+
+def test_json_is_json_where_nothing_could_be_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["rehearse", "--model", str(tmp_path), "--capability", "12.1", "--json"]) == 2
+    said = capsys.readouterr()
+    assert "no such file" in json.loads(said.out)["error"] and "no such file" in said.err
+
+
+def test_an_interrupted_rehearsal_has_no_traceback(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def ask(question: columns.Question, **how: object) -> dict:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(columns, "ask", ask)
+    assert cli.main(["rehearse", "--model", str(model), "--capability", "12.1"]) == 130
+    assert capsys.readouterr().err == "overlay: interrupted\n"
 
 
 def test_a_tensor_parallel_size_that_is_none(model: Path, capsys: pytest.CaptureFixture) -> None:
@@ -123,14 +164,20 @@ def test_no_compiler(
         ("121.7 gib", int(121.7 * (1 << 30))),
         ("24GB", 24 * 10**9),
         ("512MiB", 1 << 29),
-        ("1024", 1024),
+        ("25769803776", 24 << 30),
     ],
 )
 def test_sizes(text: str, value: int) -> None:
     assert rehearse.size(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "24 G B", "0", "1e3", "24parsec"])
+@pytest.mark.parametrize("text", ["24", "1024", "121.7", "1000KiB"])
+def test_a_size_without_its_unit(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="give a unit"):
+        rehearse.size(text)
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "-1GiB", "24 G B", "0", "1e3", "24parsec"])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="looks like 24GiB"):
         rehearse.size(text)

@@ -183,7 +183,7 @@ def test_memory_sum(spark: dict) -> None:
     assert budget["kv_cache"] == int(budget["memory"] * budget["utilization"]) - taken < 0
     assert overlay["failure"] == {
         "stage": "the KV cache plan",
-        "error": "OverlayError: no memory is left for the KV cache",
+        "error": "no memory is left for the KV cache",
     }
     (finding,) = (f for f in report.findings(**spark["bf16 weights"]) if f.check == "overlay_boot")
     assert "--tp" in finding.cure
@@ -193,7 +193,7 @@ def test_a_flag_that_vllm_does_not_know(spark: dict) -> None:
     for column in spark["no such flag"].values():
         assert column["failure"] == {
             "stage": "vLLM's configuration",
-            "error": "OverlayError: vllm serve: unrecognized arguments: --no-such-flag",
+            "error": "vllm serve: unrecognized arguments: --no-such-flag",
         }
 
 

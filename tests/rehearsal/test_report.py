@@ -9,7 +9,7 @@ from overlay.rehearsal import report
 STOCK: dict[str, Any] = {
     **{"boots": True, "failure": None, "log": [], "patches": [], "vllm": "0.33.0", "rope_free": True},
     **{"attention_backend": "FLASHINFER_MLA_SPARSE_SM120", "kv_cache_dtype": "fp8_ds_mla", "row_bytes": 656},
-    **{"kv_cache_dtype_asked": "fp8", "bytes_per_block": 33_251_328, "kv_tokens": 1000},
+    **{"kv_cache_dtype_asked": "fp8", "bytes_per_block": 33_251_328, "kv_tokens": 1000, "kv_memory": 24 << 30},
 }
 OVERLAY = {
     **STOCK,
@@ -32,6 +32,9 @@ def test_the_silent_rewrite_and_the_capacity() -> None:
     assert set(found) == {"kv_cache_rewritten", "kv_capacity"}
     assert "silently stores fp8_ds_mla rows where fp8 was asked for" in found["kv_cache_rewritten"].what
     assert "+27%" in found["kv_capacity"].what
+    assert found["kv_capacity"].consequence == "26,104,320 against 33,251,328 bytes a block"
+    more = by_check(STOCK, {**OVERLAY, "kv_memory": 26 << 30})["kv_capacity"]
+    assert more.consequence.endswith("bytes a block, in 26.00 against 24.00 GiB")
 
 
 def test_no_rewrite_where_it_was_asked_for() -> None:
@@ -48,6 +51,27 @@ def test_a_stock_column_that_ends() -> None:
     found = by_check(failed(STOCK, "the model", "ValueError: No valid attention backend"), OVERLAY)
     assert found["stock_boot"].severity == "warning"
     assert "at the model: ValueError: No valid attention backend" in found["stock_boot"].what
+
+
+def test_what_stock_says_too_is_not_for_the_overlay_to_cure() -> None:
+    both = failed(STOCK, "vLLM's configuration", "bad flag"), failed(OVERLAY, "vLLM's configuration", "bad flag")
+    assert "without the overlay says the same" in by_check(*both)["overlay_boot"].cure
+
+
+def test_refusals_are_not_told_twice() -> None:
+    said = "ValueError: No valid attention backend found for cuda. Reasons: {TRITON_MLA: [sparse not supported]}."
+    column = failed(STOCK, "the model", said)
+    selection = {"head_size": 512, "kv_cache_dtype": "bfloat16", "chosen": None}
+    refused = {**selection, "refused": {"TRITON_MLA": ["sparse not supported"]}}
+    assert report.why("stock", {**column, "selections": [refused]}).count("sparse not supported") == 1
+    assert "sparse not supported" in report.why("stock", {**column, "selections": [{**selection, "refused": {}}]})
+
+
+def test_what_the_shards_hold_stands_beside_what_vllm_builds() -> None:
+    built = {**OVERLAY, "weight_bytes": 89 << 30, "tensor_parallel_size": 2, "pipeline_parallel_size": 1}
+    (finding,) = report.stored(180 << 30, built)
+    assert "180.00 GiB by their headers" in finding.what and "weights of 89.00 GiB on each of 2 ranks" in finding.what
+    assert report.stored(180 << 30, OVERLAY) == []
 
 
 def test_an_overlay_column_that_ends_is_the_error() -> None:
