@@ -1,8 +1,10 @@
 """Drives single parts of vLLM against references of our own, without an engine."""
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -83,12 +85,23 @@ def ask(name: str, has_gpu: bool, arguments: dict[str, object], timeout: float) 
         out = Path(folder) / "rows"
         given = [text for option, value in arguments.items() for text in (f"--{option}", str(value))]
         command = [sys.executable, "-m", f"overlay.probe.{name}", "--out", str(out), *given]
-        try:
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
-            broken = done.stderr.strip()[-3000:] or f"exit {done.returncode}" if done.returncode else ""
-        except subprocess.TimeoutExpired:
-            broken = f"not through within {timeout:.0f} s"
+        broken = finish(command, env, timeout)
         rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     if broken and not rows:
         raise ProbeError(f"{PARTS[name].subject} could not be driven:\n{broken}")
     return rows, broken
+
+
+def finish(command: list[str], env: dict[str, str], timeout: float) -> str:
+    """Run to the end and return what went wrong, or "". Compilers that the child started go with it."""
+    streams = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, env=env, start_new_session=True, **streams) as child:
+        try:
+            _, said = child.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as slow:
+            said = (slow.stderr or b"").decode(errors="replace")
+            return f"not through within {timeout:.0f} s\n{said.strip()[-3000:]}".strip()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+    return said.strip()[-3000:] or f"exit {child.returncode}" if child.returncode else ""

@@ -82,7 +82,12 @@ print(json.dumps({{"ok": True}}), file=open(sys.argv[sys.argv.index("--out") + 1
 
 
 @pytest.mark.parametrize(
-    ("end", "broken"), [("", ""), ("sys.exit('no memory')", "no memory"), ("time.sleep(60)", "not through within 3 s")]
+    ("end", "broken"),
+    [
+        ("", ""),
+        ("sys.exit('no memory')", "no memory"),
+        ("sys.stderr.write('compiling');sys.stderr.flush();time.sleep(60)", "not through within 3 s\\ncompiling"),
+    ],
 )
 def test_a_child_that_fails_or_hangs_leaves_its_rows(monkeypatch, tmp_path, end, broken):
     child = tmp_path / "overlay_child.py"
