@@ -86,7 +86,7 @@ print(json.dumps({{"ok": True}}), file=open(sys.argv[sys.argv.index("--out") + 1
     [
         ("", ""),
         ("sys.exit('no memory')", "no memory"),
-        ("sys.stderr.write('compiling');sys.stderr.flush();time.sleep(60)", "not through within 3 s\\ncompiling"),
+        ("sys.stderr.write('compiling'); sys.stderr.flush(); time.sleep(60)", "not through within 3 s\ncompiling"),
     ],
 )
 def test_a_child_that_fails_or_hangs_leaves_its_rows(monkeypatch, tmp_path, end, broken):
