@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-matrix test-gpu bench bundle lint clean
+.PHONY: help setup demo test test-matrix test-gpu test-gpu4 bench bundle lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ test-matrix: $(READY) ## what depends on vLLM, on every release (VERSIONS=0.27.1
 
 test-gpu: $(READY) ## kernel and engine tests, on a machine with a GPU
 	$(PY) -m pytest -m gpu
+
+test-gpu4: $(READY) ## tensor parallel 4, decode context parallelism and load, on a machine with four GPUs
+	$(PY) -m tests.gpu.ranks --gpus 4 --load
 
 bench: $(READY) ## the kernel against this GPU's limits and its peers, kept in docs/measurements
 	$(PY) -m overlay bench --check

@@ -78,8 +78,8 @@ def run(
 ) -> dict[str, Ended]:
     """Run all jobs, up to `at_once` ranks at a time in the order given, and stop what runs after `seconds`.
 
-    Jobs that are not `first` wait until one of the first has ended, `head_start` seconds at most. When this returns or
-    raises, none of their processes runs, whatever process group they moved to.
+    Jobs that are not `first` wait until one of the first has ended well, `head_start` seconds at most. When this
+    returns or raises, none of their processes runs, whatever process group they moved to.
     """
     started = time.monotonic()
     waiting = sorted(jobs, key=lambda job: not job.first)
@@ -98,7 +98,7 @@ def run(
 
     def may_start(job: Job) -> bool:
         room = at_once - sum(other.ranks for other in running)
-        warm = job.first or bool(ended) or passed() >= head_start
+        warm = job.first or any(end.status == 0 for end in ended.values()) or passed() >= head_start
         return warm and passed() - last >= stagger and (job.ranks <= room or not running)
 
     with nothing_left_behind():

@@ -27,7 +27,7 @@ from overlay.hardware import Hardware
 from tests.conftest import ROOT, without_overlay
 from tests.gpu import jobs, load_cases, load_client
 from tests.gpu.load_cases import Sample, difference
-from tests.gpu.rank_cases import finite
+from tests.gpu.rank_cases import NO_FUSION, finite
 
 ROWS = "bf16"
 SAMPLE_S, STOP_S = 4.0, 25.0
@@ -53,7 +53,7 @@ def flags(tp: int, clients: int, side: str) -> list[str]:
     native = side == "stock" and capability is not None and capability[0] == 12
     kv_cache_dtype = "fp8_ds_mla" if native else "bfloat16"
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size <= clients]
-    compilation = {"cudagraph_capture_sizes": sizes}
+    compilation = {"cudagraph_capture_sizes": sizes, "pass_config": NO_FUSION}
     return [
         *("--dtype", "bfloat16", "--kv-cache-dtype", kv_cache_dtype, "--seed", "0"),
         *("--max-model-len", str(load_cases.LONGEST), "--max-num-batched-tokens", "2048"),

@@ -57,7 +57,7 @@ def malformed(model: str, prompt: list[int]) -> dict[str, bytes | dict[str, Any]
         "no JSON": b'{"model": "' + model.encode() + b'", "prompt": [1, 2',
         "a list": b"[1, 2, 3]",
         "no prompt": {key: value for key, value in good.items() if key != "prompt"},
-        "empty prompt": {**good, "prompt": []},
+        "empty prompt": {**good, "prompt": [[]]},
         "empty text": {**good, "prompt": ""},
         "prompt of another type": {**good, "prompt": {"text": "x"}},
         "token beyond the vocabulary": {**good, "prompt": [10**6]},

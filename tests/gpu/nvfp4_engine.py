@@ -29,7 +29,7 @@ from tests.gpu.engine_cases import EngineCase, compare, prompts
 PROMPTS = 4
 TOLERANCE = 0.05  # of a log-probability, between 4-bit weights and the same weights in BF16
 CASE = EngineCase("nvfp4", "bf16", eager=True)
-STAGGER, TIMEOUT_S = 3.0, 360.0
+STAGGER, TIMEOUT_S = 3.0, 420.0
 
 # Folder -> arguments of `overlay tiny`; a BF16 twin holds the same weights, dequantised.
 CHECKPOINTS = {

@@ -8,6 +8,7 @@ from tests.gpu.engine_cases import JUMP_SHARE, EngineCase, compare, tolerances
 
 # Under decode context parallelism vLLM asks for a multiple of the indexer's pool of 4 positions.
 SMALLEST_INTERLEAVE = 4
+NO_FUSION = {"fuse_allreduce_rms": False}  # FlashInfer's fused all-reduce, through NVLink multicast
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class RankCase:
         arguments["tensor_parallel_size"] = self.tp
         # NCCL everywhere: vLLM's own all-reduce needs NVLink between more than two cards, which cards of 12.x lack.
         arguments["disable_custom_all_reduce"] = True
+        arguments.setdefault("compilation_config", {})["pass_config"] = NO_FUSION
         if self.dcp > 1:
             arguments |= {
                 "decode_context_parallel_size": self.dcp,

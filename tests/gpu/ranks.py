@@ -1,6 +1,6 @@
 """Engines of two and four ranks on this machine's GPUs, against one rank; all in child processes, side by side.
 
-    python -m tests.gpu.ranks [--load] [--seconds N] [--ranks-a-gpu N] [--case NAME ...] [--answers FOLDER]
+    python -m tests.gpu.ranks [--gpus 2|4] [--load] [--seconds N] [--case NAME ...] [--answers FOLDER]
 
 Writes docs/measurements/ranks-GPU.json and exits 1 where anything is not as it must be. With --load, `tests.gpu.load`
 and `tests.gpu.random_launches` run at the same time and write files of their own.
@@ -25,6 +25,7 @@ from tests.gpu.rank_cases import RankCase, cases, judge, not_run
 
 WORK = ROOT / "build" / "ranks"
 PROVENANCE = "provenance.json"  # of the machine that ran the engines, beside their answers
+STOP_S = 40.0  # before the end, by when the load tests want to have written their reports
 HEAD_START_S = 170.0  # an engine's first start on a machine compiles for two to three minutes
 COMPILED = re.compile(r"overlay\[pid (\d+)\]: kernel cache: compiled (\S+)")
 
@@ -43,18 +44,22 @@ def job_of(case: RankCase, number: int, gpus: tuple[str, ...], work: Path, env: 
     )
 
 
-def load_jobs(gpus: tuple[str, ...], work: Path, env: Mapping[str, str]) -> list[jobs.Job]:
+def load_jobs(gpus: tuple[str, ...], work: Path, env: Mapping[str, str], seconds: float) -> list[jobs.Job]:
     """Load on one GPU beside vLLM's own backend on another, load on four, and launches at random."""
+    common = ("--folder", str(work), "--budget", str(seconds - STOP_S))
 
     def job(name: str, module: str, on: tuple[str, ...], ranks: int, *options: str) -> jobs.Job:
         return jobs.Job(name, (module, *options), on, env, work / f"{name}.log", ranks, first=True)
 
-    options = ("--clients", "64", "--seconds", "240", "--folder", str(work))
+    options = ("--clients", "64", "--seconds", "240", *common)
     found = [job("load", "tests.gpu.load", gpus[-2:], 2, *options)]
     if len(gpus) >= 4:
-        options = ("--tp", "4", "--clients", "128", "--seconds", "120", "--folder", str(work))
+        options = ("--tp", "4", "--clients", "128", "--seconds", "120", *common)
         found.append(job("load-tp4", "tests.gpu.load", gpus[:4], 4, *options))
-    return [*found, job("random-launches", "tests.gpu.random_launches", gpus[:1], 1, "--seconds", "300")]
+    return [
+        *found,
+        job("random-launches", "tests.gpu.random_launches", gpus[:1], 1, "--seconds", str(seconds - STOP_S)),
+    ]
 
 
 def run(
@@ -69,7 +74,7 @@ def run(
         write_checkpoint(heads, work)
     stock, ours = jobs.environments(work)
     numbers: Counter[int] = Counter()
-    todo = load_jobs(gpus, work, ours) if load else []
+    todo = load_jobs(gpus, work, ours, seconds) if load else []
     for case in chosen:
         todo.append(job_of(case, numbers[case.tp], gpus, work, stock if case.stock else ours))
         numbers[case.tp] += 1
@@ -79,17 +84,17 @@ def run(
     finally:
         if archive:
             pack(work, archive)
-    report = report_of([case.name for case in chosen], work)
+    report = report_of(names, work)
     report["jobs"] = {name: {"status": end.status, "seconds": end.seconds} for name, end in ended.items()}
     report["problems"] += [f"{job.name}: see {job.log}" for job in todo if ended[job.name].status != 0]
     measurement.keep("ranks", report)
     return report
 
 
-def report_of(names: list[str], work: Path) -> dict[str, Any]:
-    """Judge the answers in `work`, which may come from another machine."""
+def report_of(names: list[str] | None, work: Path) -> dict[str, Any]:
+    """Judge the answers in `work`, which may come from another machine; None: to all that it could run."""
     provenance = json.loads((work / PROVENANCE).read_text())
-    chosen = [case for case in cases(4) if case.name in names]
+    chosen = [case for case in cases(provenance["gpus"]) if names is None or case.name in names]
     results = {}
     for case in chosen:
         file = work / f"{case.name}.json"
@@ -136,18 +141,19 @@ def say(line: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.ranks", description=__doc__.splitlines()[0])
+    parser.add_argument("--gpus", type=int, default=2, help="how many must be there (2); four are used where they are")
     parser.add_argument("--load", action="store_true", help="load tests and random launches at the same time")
     parser.add_argument("--seconds", type=float, default=1500, help="for everything; what runs then is stopped (1500)")
-    parser.add_argument("--ranks-a-gpu", type=int, default=12, help="engine processes that share a GPU (12)")
+    parser.add_argument("--ranks-a-gpu", type=int, default=14, help="engine processes that share a GPU (14)")
     parser.add_argument("--case", action="append", choices=[case.name for case in cases(4)], help="only these")
     parser.add_argument("--pack", type=Path, help="archive of all answers and logs, written at the end")
     parser.add_argument("--answers", type=Path, help="judge the answers in this folder, and run nothing")
     options = parser.parse_args()
     if options.answers:
-        report = report_of(options.case or [case.name for case in cases(4)], options.answers)
+        report = report_of(options.case, options.answers)
         measurement.keep("ranks", report)
-    elif len(jobs.gpus()) < 2:
-        raise SystemExit(f"{len(jobs.gpus())} GPUs: this compares engines of several ranks, on two or four")
+    elif len(jobs.gpus()) < max(2, options.gpus):
+        raise SystemExit(f"{len(jobs.gpus())} GPUs here; this compares engines of several ranks, on {options.gpus}")
     else:
         report = run(options.case, options.load, options.seconds, options.ranks_a_gpu, options.pack)
     return tell(report)

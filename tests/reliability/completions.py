@@ -55,7 +55,7 @@ def refusal(body: Any) -> int | None:
     prompt, bounds = body.get("prompt"), {"temperature": 2, "max_tokens": 10**5, "logprobs": 20}
     if not isinstance(prompt, list) or not prompt or len(prompt) + body["max_tokens"] > LONGEST:
         return 400
-    if not all(0 <= token < 320 for token in prompt):
+    if not all(isinstance(token, int) and 0 <= token < 320 for token in prompt):
         return 400
     if body["model"] != "tiny":
         return 404

@@ -1,0 +1,108 @@
+"""Launches at random, made on the CPU by the emulated kernels: the draws reach every edge, and a fault is seen."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from overlay.kernel.variants import MAX_COLUMNS
+from tests.gpu import kernel_cases as cases
+from tests.gpu import random_launches
+from tests.gpu.random_launches import PATTERNS, POOL_ROWS, Pool, draw, indices, launch
+from tests.kernel.conftest import emulated, library, on_cpu  # noqa: F401
+
+CPU = torch.device("cpu")
+DRAWS = [draw(1, number) for number in range(10_000)]
+
+
+def test_a_number_is_one_launch_wherever_it_runs():
+    assert [draw(1, number) for number in range(50)] == DRAWS[:50]
+    assert draw(2, 0) != draw(1, 0)
+
+
+def test_the_draws_reach_every_edge():
+    assert {drawn.pattern for drawn in DRAWS} == set(PATTERNS)
+    assert {drawn.heads for drawn in DRAWS} == set(random_launches.HEADS)
+    for name, lowest, highest in (("tokens", 1, 290), ("columns", 1, 8000), ("rows", 1, 65_000)):
+        values = [getattr(drawn, name) for drawn in DRAWS]
+        assert min(values) == lowest and max(values) > highest
+    assert all(drawn.columns <= MAX_COLUMNS and drawn.rows <= POOL_ROWS for drawn in DRAWS)
+    counts = Counter(drawn.kv_dtype for drawn in DRAWS)
+    assert min(counts.values()) > 4500
+    assert {drawn.splits for drawn in DRAWS} == {None, *range(1, 33)}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_indices_are_what_the_pattern_says(pattern):
+    drawn = next(
+        drawn for drawn in DRAWS if drawn.pattern == pattern and 40 < drawn.columns < 400 and drawn.tokens > 20
+    )
+    found = indices(drawn, torch.Generator().manual_seed(1), CPU)
+    assert found.shape == (drawn.tokens, drawn.columns) and found.dtype == torch.int32
+    valid = (found >= 0) & (found < drawn.rows)
+    counts = valid.sum(dim=1)
+    expected = {
+        "all valid": valid.all(),
+        "masked tail": (valid[:, :-1] | ~valid[:, 1:]).all() and len(counts.unique()) > 5,
+        "scattered": 0.1 < valid.float().mean() < 0.4,
+        "garbage": 0.3 < valid.float().mean() < 0.7 and (found < -1).any() and (found > drawn.rows).any(),
+        "one valid": (counts == 1).all(),
+        "none valid": not valid.any(),
+        "duplicates": len(found.unique()) <= 3,
+        "mixed rows": set(counts.tolist()) == {0, drawn.columns},
+    }
+    assert expected[pattern]
+
+
+@pytest.fixture
+def on_this_machine(emulated, monkeypatch):  # noqa: F811
+    """The launches run in the emulator."""
+    monkeypatch.setattr(cases, "gpu", lambda: CPU)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    kernels = {}
+
+    def load(case):
+        key = (case.q.shape[1], case.kv_dtype)
+        if key not in kernels:
+            kernels[key] = emulated(*key)
+        return kernels[key]
+
+    monkeypatch.setattr(cases, "load", load)
+
+
+def small(count):
+    """The first draws that the emulator makes in a moment."""
+    work = ((d.tokens * -(-d.heads // 8) * d.columns, d) for d in DRAWS if d.tokens <= 8 and d.rows < 5000)
+    return [drawn for size, drawn in work if size < 4000][:count]
+
+
+def test_launches_that_are_small_enough_for_the_emulator(on_this_machine):
+    pool = Pool.make(CPU, 1)
+    chosen = small(24)
+    assert {drawn.pattern for drawn in chosen} == set(PATTERNS)
+    for drawn in chosen:
+        launch(drawn, pool, 1)
+
+
+def test_a_wrong_result_is_counted_and_the_report_is_kept(on_this_machine, monkeypatch):
+    first = small(3)
+    monkeypatch.setattr(random_launches, "draw", lambda seed, number: first[number])
+    kept = {}
+    monkeypatch.setattr(random_launches.measurement, "keep", lambda name, document: kept.update({name: document}))
+    call = cases.call
+
+    def broken(case, splits):
+        out, lse = call(case, splits)
+        return (out * 1.1 if case.q.shape[0] == first[1].tokens else out), lse
+
+    monkeypatch.setattr(cases, "call", broken)
+    report = random_launches.run(3, 600.0, 1)
+    assert report["launches"] == 3 and report["failed"] >= 1
+    assert any(failure.startswith("launch 1: ") for failure in report["failures"])
+    assert json.loads(json.dumps(kept["random-launches"]))["wanted"] == 3
+
+
+def test_time_that_is_up_is_said(on_this_machine, monkeypatch):
+    monkeypatch.setattr(random_launches.measurement, "keep", lambda name, document: None)
+    assert random_launches.run(5, -1.0, 1)["launches"] == 0
