@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,44 +58,44 @@ class Unavailable(Exception):
 
 
 def measure(heads: int, where: str, sizes: tuple[int, ...] = batches.SIZES) -> Iterator[Row]:
-    """All rows, on the device `where`; ours first, so that a backend that breaks the GPU takes no other along."""
+    """All rows, on the device `where`, backend by backend; one that breaks the GPU takes those after it along."""
     device.start(where)
     with tempfile.TemporaryDirectory() as folder:
-        for kv_cache_dtype in KV_CACHE_DTYPES:
-            config = engine_config(Path(folder), heads, kv_cache_dtype, max(sizes))
-            driven = []
-            for name, backend in candidates(config, heads):
+        configs = {dtype: engine_config(Path(folder), heads, dtype, max(sizes)) for dtype in KV_CACHE_DTYPES}
+        for name, backend in candidates(configs.values(), heads):
+            for kv_cache_dtype, config in configs.items():
                 try:
                     refuse(backend, config, kv_cache_dtype)
-                    driven.append(Driven(name, backend, config, heads, kv_cache_dtype, where))
+                    driven = Driven(name, backend, config, heads, kv_cache_dtype, where)
                 except Exception as why:
                     yield Row(name, kv_cache_dtype, ok=refusal(why), reason=said(why))
-            yield from answers(driven, kv_cache_dtype, heads, where, sizes)
+                else:
+                    yield from answers(driven, kv_cache_dtype, where, sizes)
 
 
-def answers(driven: list["Driven"], kv_cache_dtype: str, heads: int, where: str, sizes: tuple[int, ...]) -> Any:
-    """Every batch by each of `driven`; one that raises is asked no more."""
-    if not driven:
-        return
+def answers(driven: "Driven", kv_cache_dtype: str, where: str, sizes: tuple[int, ...]) -> Iterator[Row]:
+    """Every batch by one backend; after an exception it is asked no more."""
     rows = batches.stored(batches.latents(where), kv_cache_dtype)
     for tokens in sizes:
         for kind in batches.KINDS:
-            batch = batches.make(tokens, kind, heads, where)
+            required = driven.name == OURS or kind == batches.KINDS[0]
+            case = dict(backend=driven.name, kv_cache_dtype=kv_cache_dtype, index_rows=kind, tokens=tokens)
+            batch = batches.make(tokens, kind, driven.heads, where)
             wanted, _ = sparse_mla_reference(batch.queries, rows, batch.rows, SCALE)
-            for one in list(driven):
-                required = one.name == OURS or kind == batches.KINDS[0]
-                case = dict(backend=one.name, kv_cache_dtype=kv_cache_dtype, index_rows=kind, tokens=tokens)
-                try:
-                    found = batches.compare(one.attend(batch), wanted)
-                except Exception as why:
-                    driven.remove(one)
-                    yield Row(**case, ok=False, required=required, reason=said(why))
-                    if where != "cpu":
-                        torch.cuda.synchronize()  # raises where the error has taken the GPU's context along
-                    continue
-                fault = found.fault(LIMITS[kv_cache_dtype])
-                yield Row(**case, cosine=found.cosine, magnitude=found.magnitude, ok=not fault, required=required,
-                          reason=fault)  # fmt: skip
+            try:
+                found = batches.compare(driven.attend(batch), wanted)
+            except Exception as why:
+                yield Row(**case, ok=False, required=required, reason=said(why))
+                return
+            fault = found.fault(LIMITS[kv_cache_dtype])
+            yield Row(
+                **case,
+                cosine=found.cosine,
+                magnitude=found.magnitude,
+                ok=not fault,
+                required=required,
+                reason=fault,
+            )
 
 
 def refusal(why: Exception) -> bool | None:
@@ -127,7 +127,7 @@ def engine_config(folder: Path, heads: int, kv_cache_dtype: str, tokens: int) ->
     )  # fmt: skip
 
 
-def candidates(config: Any, heads: int) -> Iterator[tuple[str, Any]]:
+def candidates(configs: Iterable[Any], heads: int) -> Iterator[tuple[str, Any]]:
     """The overlay's backend, those that vLLM would try in its order, and every other that a flag could name."""
     from vllm.platforms import cuda, current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -135,14 +135,18 @@ def candidates(config: Any, heads: int) -> Iterator[tuple[str, Any]]:
     from overlay.attention.backend import SparseMLABackend
 
     yield OURS, SparseMLABackend
-    first = cuda._get_backend_priorities(
-        use_mla=True,
-        device_capability=current_platform.get_device_capability(),
-        num_heads=heads,
-        kv_cache_dtype=config.cache_config.cache_dtype,
-        head_size=LATENT,
-    )
-    for member in dict.fromkeys([*first, *AttentionBackendEnum]):
+    tried = [
+        member
+        for config in configs
+        for member in cuda._get_backend_priorities(
+            use_mla=True,
+            device_capability=current_platform.get_device_capability(),
+            num_heads=heads,
+            kv_cache_dtype=config.cache_config.cache_dtype,
+            head_size=LATENT,
+        )
+    ]
+    for member in dict.fromkeys([*tried, *AttentionBackendEnum]):
         if "MLA_SPARSE" in member.name and not any(part in member.name for part in FOREIGN):
             yield member.name, member
 
@@ -229,7 +233,7 @@ class Driven:
                 found, _ = layer.impl.forward_mqa(queries, rows, metadata, layer)
         if found.is_cuda:
             torch.cuda.synchronize()
-        return found[:tokens].view(tokens, self.heads, LATENT)
+        return found[:tokens].reshape(tokens, self.heads, LATENT)
 
 
 def cache(spec: Any, where: str) -> torch.Tensor:
@@ -267,9 +271,9 @@ def common_metadata(batch: Batch) -> Any:
 def offered(heads: int) -> Iterator[Row]:
     """Without a GPU: the reasons of those that vLLM would refuse, and of the others that nothing was run."""
     with tempfile.TemporaryDirectory() as folder:
-        for kv_cache_dtype in KV_CACHE_DTYPES:
-            config = engine_config(Path(folder), heads, kv_cache_dtype, 1)
-            for name, backend in candidates(config, heads):
+        configs = {dtype: engine_config(Path(folder), heads, dtype, 1) for dtype in KV_CACHE_DTYPES}
+        for name, backend in candidates(configs.values(), heads):
+            for kv_cache_dtype, config in configs.items():
                 try:
                     refuse(backend, config, kv_cache_dtype)
                     reason = "vLLM offers it; no GPU here to run it"
