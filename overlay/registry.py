@@ -102,7 +102,10 @@ def _decide(patch: Patch, config: Config, sources: VllmSources, hardware: Hardwa
         return Entry(patch, context, State.RETIRED, verdict.reason)
     if verdict.kind == "impossible":
         return Entry(patch, context, State.FAILED, verdict.reason)
-    problem = next(filter(None, (_mismatch(target, sources) for target in patch.targets)), None) or _missing(patch)
+    try:
+        problem = next(filter(None, (_mismatch(target, sources) for target in patch.targets)), None) or _missing(patch)
+    except Exception as error:  # a file of vLLM's that is no Python, most often: an installation that was cut short
+        problem = f"its targets cannot be checked: {type(error).__name__}: {error}"
     if problem:
         return Entry(patch, context, State.FAILED, problem)
     return Entry(patch, context, State.ARMED, verdict.reason)

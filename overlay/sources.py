@@ -109,7 +109,7 @@ def normal_signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 @lru_cache(maxsize=64)
 def _parse(path: Path | None) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8")) if path else ast.Module(body=[], type_ignores=[])
+    return ast.parse(path.read_text(encoding="utf-8"), str(path)) if path else ast.Module(body=[], type_ignores=[])
 
 
 def _member(node: ast.AST, name: str) -> ast.AST | None:

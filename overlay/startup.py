@@ -5,6 +5,7 @@ Order matters: everything is checked before anything is changed, so that vLLM is
 
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -42,9 +43,28 @@ def find_vllm(finder: object, path: object, target: object):
     if hooks.searching("vllm"):
         return None
     spec = hooks.find_spec(finder, "vllm", path, target)
-    if spec is not None and spec.loader is not None and spec.origin:
+    if spec is not None and spec.origin is None:
+        spec.loader = Namespace(spec.submodule_search_locations or ())
+    elif spec is not None and spec.loader is not None:
         spec.loader = hooks.Loader(spec.loader, arm, _after_leaf)
     return spec
+
+
+class Namespace:
+    """Loader of a folder that is called vllm and has no __init__.py: Python would import modules from it unchecked."""
+
+    def __init__(self, folders: Iterable[str]) -> None:
+        self.folders = list(folders)
+
+    def create_module(self, spec: object) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        raise OverlayError(
+            f"vllm is being imported from a folder without __init__.py: {', '.join(self.folders)}\n"
+            "  an installation that was cut short (install vllm again), or another folder of that name on the path; "
+            "OVERLAY_DISABLE=1 imports it all the same"
+        )
 
 
 def arm() -> None:
