@@ -23,7 +23,8 @@ CHUNK = 64  # tokens of the reference at a time
 # A rounding to nearest is off by 2**-8 of a bf16 at most, 2**-11 of an f16. Weights are f16 where rows are fp8.
 OUT_ROUNDING = 2.0**-8
 WEIGHT_ROUNDING = {"bf16": 2.0**-8, "fp8": 2.0**-11}
-FP32 = 1e-5  # of scores, exponentials and sums, all fp32
+RELATIVE = 3e-3
+FP32 = 4e-5  # of scores, exponentials and sums, all fp32
 HEADS = (8, 16, 32, 64) * 4 + (1, 3, 12, 24, 48, 80, 128)
 PATTERNS = ("all valid", "masked tail", "scattered", "garbage", "one valid", "none valid", "duplicates", "mixed rows")
 
@@ -64,7 +65,7 @@ def draw(seed: int, number: int) -> Drawn:
         pad_q=pick.choice((0, 8, 64)),
         pad_rows=pick.choice((0, 16, 144)),
         pad_indices=pick.choice((0, 1, 77)),
-        scale=cases.SCALE * pick.choice((0.25, 1.0, 1.0, 3.0)),
+        scale=cases.SCALE * pick.choice((0.25, 1.0, 1.0)),
         k_scale=pick.choice((None, 0.02, 0.37, 1.0)) if kv_dtype == "fp8" else None,
     )
 
@@ -142,11 +143,11 @@ def reference(case: cases.Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return torch.cat(outs), torch.cat(spreads), torch.cat(sums)
 
 
-def check(case: cases.Case, out: torch.Tensor, lse: torch.Tensor) -> None:
+def check(case: cases.Case, out: torch.Tensor, lse: torch.Tensor, many_rows: bool) -> None:
     """Each element within what rounding can do to it. Raises AssertionError.
 
-    Weights are rounded, and so is the output. The statistical bars of kernel_cases.check are for long index rows, where
-    most of that cancels.
+    Weights are rounded, and so is the output. Where a token attends to `many_rows`, most of that cancels: then the
+    contract's bar for the relative error holds as well.
     """
     expected, spread, expected_lse = reference(case)
     empty = expected_lse.isneginf()
@@ -154,6 +155,8 @@ def check(case: cases.Case, out: torch.Tensor, lse: torch.Tensor) -> None:
     summed = (WEIGHT_ROUNDING[case.kv_dtype] + FP32) * spread
     excess = torch.nan_to_num(error - summed - OUT_ROUNDING * (expected.abs() + summed), nan=torch.inf).max().item()
     assert excess <= 0, f"an element is off by {excess:.2e} more than rounding explains"
+    relative = (error.norm() / expected.norm()).item() if many_rows else 0.0
+    assert relative <= RELATIVE, f"relative error {relative:.2e}"
     assert (out[empty] == 0).all(), "a token without a valid index must give exact zeros"
     assert torch.equal(lse.isneginf(), empty), "-inf is the LSE of tokens without a valid index, and of no other"
     off = ((lse.double() - expected_lse)[~empty].abs() - 1e-5 - 1e-6 * expected_lse[~empty].abs()).nan_to_num(torch.inf)
@@ -173,7 +176,8 @@ def launch(drawn: Drawn, pool: Pool, seed: int) -> None:
         k_scale=k_scale,
         scale=drawn.scale,
     )
-    check(case, *cases.call(case, drawn.splits))
+    many_rows = drawn.rows >= 64 and drawn.pattern == "all valid" and drawn.columns > 63
+    check(case, *cases.call(case, drawn.splits), many_rows)
 
 
 def run(launches: int, seconds: float, seed: int) -> dict[str, object]:

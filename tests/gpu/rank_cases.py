@@ -25,7 +25,7 @@ class RankCase:
     interleave: int = SMALLEST_INTERLEAVE
     odd: str | None = None
     refusal: str | None = None  # words of the error that must stop it
-    control: bool = False  # once more with the LSE in another base: under DCP the ranks then merge to something else
+    control: bool = False  # once more with the first rank's share of the context lost
 
     @property
     def checkpoint(self) -> str:
@@ -188,7 +188,7 @@ def _judge_answers(
         control = compare(expected, result["control"], allowed, share)
         verdict["control_largest_logprob_difference"] = finite(control.largest)
         if not control.problems:
-            verdict["problems"].append("the control passed although its ranks were merged with an LSE in another base")
+            verdict["problems"].append("the control passed although a rank's share of the context was left out")
     return verdict
 
 

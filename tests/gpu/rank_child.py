@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -42,19 +43,17 @@ def report(worker: Any) -> dict[str, Any]:
     return {"pid": os.getpid(), "fingerprint": overlay and overlay["fingerprint"], "layers": layers}
 
 
-def lse_as_binary_logarithm(worker: Any) -> None:
-    """Runs in each worker: what our attention returns as LSE is no natural logarithm any more, as vLLM takes it for."""
-    import math
-
+def lose_a_share(worker: Any) -> None:
+    """Runs in each worker: the first rank of each group says that none of its rows was selected."""
     from overlay.attention.impl import SparseMLAImpl
 
     forward = SparseMLAImpl.forward_mqa
 
-    def binary(self: Any, *args: Any, **kwargs: Any) -> tuple:
+    def lossy(self: Any, *args: Any, **kwargs: Any) -> tuple:
         out, lse = forward(self, *args, **kwargs)
-        return out, lse * math.log2(math.e)
+        return out, lse.fill_(-float("inf")) if self.dcp_rank == 0 else lse
 
-    SparseMLAImpl.forward_mqa = binary
+    SparseMLAImpl.forward_mqa = lossy
 
 
 @contextlib.contextmanager
@@ -63,13 +62,15 @@ def last_rank_differs(case: RankCase) -> Iterator[None]:
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
     make = WorkerProc.make_worker_process
+    one_at_a_time = threading.Lock()  # vLLM starts them from several threads, and they share the environment
 
     def start(*args: Any, **kwargs: Any) -> Any:
-        env = os.environ.copy()
-        if kwargs["rank"] == case.tp - 1:
-            env = without_overlay(env) if case.odd == "none" else {**env, "OVERLAY_PATCHES": "indexer_bounds=true"}
-        with mock.patch.dict(os.environ, env, clear=True):
-            return make(*args, **kwargs)
+        with one_at_a_time:
+            env = os.environ.copy()
+            if kwargs["rank"] == case.tp - 1:
+                env = without_overlay(env) if case.odd == "none" else {**env, "OVERLAY_PATCHES": "sparse_mla=false"}
+            with mock.patch.dict(os.environ, env, clear=True):
+                return make(*args, **kwargs)
 
     with mock.patch.object(WorkerProc, "make_worker_process", staticmethod(start)):
         yield
@@ -101,7 +102,7 @@ def run(case: RankCase, folder: Path) -> dict[str, Any]:
         result = {"ranks": llm.collective_rpc(report), "answers": generate(llm, prompt_logprobs=True)}
         generated = time.monotonic()
         if case.control:
-            llm.collective_rpc(lse_as_binary_logarithm)
+            llm.collective_rpc(lose_a_share)
             result["control"] = generate(llm, prompt_logprobs=True)
     result["seconds"] = {"load": round(loaded - started, 1), "generate": round(generated - free, 1)}
     return result
