@@ -41,3 +41,11 @@ def test_links_to_files_lead_somewhere(document: Path):
     targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text())
     missing = [target for target in targets if not (document.parent / target).exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_table_has_its_head(document: Path):
+    """A blank line in the middle of a table makes plain text of the rest."""
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.M | re.S)
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.M)
+    assert [table for table in tables if not re.match(r"\|.*\n\|(?: *:?-+:? *\|)+\n", table)] == []

@@ -2,13 +2,18 @@
 
 import argparse
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from overlay import cli
 from overlay.checkpoint import findings
 from overlay.commands import rehearse
+from overlay.recipes.check import GEOMETRY
 from overlay.rehearsal import columns, driver, report
 
 PATCH = {"id": "sparse_mla", "state": "active", "reason": "bf16 rows"}
@@ -217,6 +222,17 @@ def test_a_child_that_dies_says_with_what(monkeypatch: pytest.MonkeyPatch, model
         assert "Segmentation fault in here" in column["failure"]["error"]
     assert len(said) == 2 and all(line.endswith("importing vLLM") for line in said)
     assert "would not boot" in report.as_text(both, report.findings(**both))
+
+
+def test_a_rehearsal_that_is_terminated_leaves_no_children() -> None:
+    command = [sys.executable, "-m", "overlay", "rehearse", "--model", str(GEOMETRY), "--capability", "12.1"]
+    started = subprocess.Popen(command, cwd=columns.ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    with started:
+        assert {started.stderr.readline().split()[-1] for _ in columns.COLUMNS} == {"vLLM"}
+        children = psutil.Process(started.pid).children(recursive=True)
+        started.terminate()
+        assert started.wait(60) == 128 + signal.SIGTERM
+    assert children and not [child for child in children if child.is_running() and child.status() != "zombie"]
 
 
 def test_columns_differ_in_the_kill_switch_alone() -> None:
