@@ -1,5 +1,6 @@
 """What is wrong with a checkpoint: told in seconds from its JSON files, headers and smallest tensors."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +25,9 @@ from overlay.checkpoint.audit_config import (
     state,
 )
 from overlay.checkpoint.audit_headers import HeaderError
-from overlay.checkpoint.audit_modules import Total, modules, shape, totals
+from overlay.checkpoint.audit_modules import Module, Total, modules, shape, totals
 from overlay.checkpoint.audit_names import family, runtime_modules
-from overlay.checkpoint.findings import Finding, error
+from overlay.checkpoint.findings import Finding, error, info
 from overlay.checkpoint.tiny_config import CheckpointError
 
 SEVERITIES = ("error", "warning", "info")
@@ -96,23 +97,20 @@ def audit(path: Path | str) -> Audit:
 
     weights = audit_shards.read(folder)
     found += weights.findings
-    extent = shape(config)
-    present = modules(weights.tensors.values(), extent)
-    found += audit_extent.incomplete(present, extent)
-    found += audit_extent.vision(folder, config, present)
-
-    model = family(config)
-    runtime = runtime_modules(present, model)
-    planned, mismatches = audit_storage.plan(used, runtime, model)
-    found += mismatches
-    found += audit_storage.idle_entries(used, present, runtime, model)
-    try:
-        scales = audit_scales.read(planned)
-    except (HeaderError, OSError) as problem:
-        scales = []
-        found.append(error("unreadable_scales", str(problem), "the scales were not judged", "run the audit again"))
-    activations, missing = audit_activations.examine(scales)
-    found += [*missing, *audit_scales.findings(scales)]
+    present = modules(weights.tensors.values(), shape(config))
+    found += audit_extent.processor(folder, config)
+    activations: list[Activation] = []
+    if weights.complete:
+        activations = _judge(config, used, present, found)
+    elif present:
+        found.append(
+            info(
+                "not_judged",
+                "what the files hold that are absent or unreadable is not known",
+                "layers, experts, names and scales were not judged",
+                "run the audit again with all files",
+            )
+        )
     return Audit(
         path=folder,
         architecture=architecture(config) or "unknown",
@@ -122,3 +120,22 @@ def audit(path: Path | str) -> Audit:
         activations=tuple(activations),
         findings=tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))),
     )
+
+
+def _judge(config: Mapping, used: QuantConfig | None, present: list[Module], found: list[Finding]) -> list[Activation]:
+    """Add to `found` what the modules show, and return how the NVFP4 ones are to be served."""
+    found += audit_extent.incomplete(present, shape(config))
+    found += audit_extent.vision(config, present)
+    model = family(config)
+    runtime = runtime_modules(present, model)
+    planned, mismatches = audit_storage.plan(used, runtime, model)
+    found += mismatches
+    found += audit_storage.idle_entries(used, present, runtime, model)
+    try:
+        scales = audit_scales.read(planned)
+    except (HeaderError, OSError) as problem:
+        found.append(error("unreadable_scales", str(problem), "the scales were not judged", "run the audit again"))
+        return []
+    activations, missing = audit_activations.examine(scales)
+    found += [*missing, *audit_scales.findings(scales)]
+    return activations

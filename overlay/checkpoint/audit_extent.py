@@ -71,29 +71,36 @@ def _missing_experts(modules: Sequence[Module], extent: Shape) -> list[Finding]:
     ]
 
 
-def vision(folder: Path, config: Mapping, present: Sequence[Module]) -> list[Finding]:
-    """The files and tensors of the vision path, where config.json announces one."""
-    if not isinstance(config.get("vision_config"), Mapping):
+def processor(folder: Path, config: Mapping) -> list[Finding]:
+    """The image processor's file, where config.json announces a vision tower."""
+    if not _sees(config) or not architecture(config).startswith("Glm5Next"):
         return []
-    found = []
-    if architecture(config).startswith("Glm5Next") and not (folder / "processor_config.json").exists():
-        cure = "copy it from the model that was quantised, or --language-model-only"
-        if (folder / "preprocessor_config.json").exists():
-            # transformers 5.20 reads that file's top level for both halves; older ones stop. Settings below
-            # "image_processor" are not looked for there.
-            what = "processor_config.json is missing, and preprocessor_config.json stands in its place"
-            consequence = "images and videos share its settings, or get defaults; older transformers stop"
-            found.append(warning("processor_config", what, consequence, cure))
-        else:
-            consequence = "the vision path does not load, and vLLM stops at start-up"
-            found.append(error("processor_config", "processor_config.json is missing", consequence, cure))
-    if present and not any(module.kind == kinds.VISION for module in present):
-        found.append(
-            warning(
-                "vision_missing",
-                "config.json announces a vision tower; the checkpoint has no tensor of one",
-                "the tower computes with uninitialised memory",
-                "--language-model-only",
-            )
+    if (folder / "processor_config.json").exists():
+        return []
+    cure = "copy it from the model that was quantised, or --language-model-only"
+    if (folder / "preprocessor_config.json").exists():
+        # transformers 5.20 reads that file's top level for both halves; older ones stop. Settings below
+        # "image_processor" are not looked for there.
+        what = "processor_config.json is missing, and preprocessor_config.json stands in its place"
+        consequence = "images and videos share its settings, or get defaults; older transformers stop"
+        return [warning("processor_config", what, consequence, cure)]
+    consequence = "the vision path does not load, and vLLM stops at start-up"
+    return [error("processor_config", "processor_config.json is missing", consequence, cure)]
+
+
+def vision(config: Mapping, present: Sequence[Module]) -> list[Finding]:
+    """The tensors of the vision tower, where config.json announces one."""
+    if not _sees(config) or not present or any(module.kind == kinds.VISION for module in present):
+        return []
+    return [
+        warning(
+            "vision_missing",
+            "config.json announces a vision tower; the checkpoint has no tensor of one",
+            "the tower computes with uninitialised memory",
+            "--language-model-only",
         )
-    return found
+    ]
+
+
+def _sees(config: Mapping) -> bool:
+    return isinstance(config.get("vision_config"), Mapping)

@@ -36,6 +36,8 @@ _BY_NAME = (
     (ATTENTION, r"\.(self_attn|attn|attention)\."),
     (DENSE, r"\.(mlp|feed_forward)\.(gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3)(\.|$)"),
 )
+# Layers or experts; a larger number in config.json is none, and a list of so many absent ones would fill the memory.
+LARGEST_COUNT = 1 << 16
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -109,7 +111,8 @@ def shape(config: Mapping) -> Shape:
     text = nested if isinstance(nested, Mapping) else config
 
     def number(*keys: str) -> int | None:
-        return next((text[key] for key in keys if type(text.get(key)) is int), None)
+        counts = (text[key] for key in keys if type(text.get(key)) is int)
+        return next((count for count in counts if 0 <= count <= LARGEST_COUNT), None)
 
     types = text.get("layer_types")
     linear = {i for i, kind in enumerate(types) if kind == "linear_attention"} if isinstance(types, list) else set()

@@ -6,7 +6,7 @@ the index says of it; for quantised models nothing checks afterwards that every 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +21,18 @@ NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 @dataclass(frozen=True)
 class Weights:
-    """What vLLM would load: tensors by name, the files they are in, and what is wrong with the files."""
+    """What vLLM would load: tensors by name, the files they are in, and what is wrong with the files.
+
+    `complete`: every file is there and readable, so a tensor that is not in `tensors` is nowhere.
+    """
 
     tensors: Mapping[str, Tensor]
     files: tuple[Path, ...]
     findings: tuple[Finding, ...]
+
+    @property
+    def complete(self) -> bool:
+        return not any(f.check in ("no_safetensors", "absent_file", "unreadable_shard") for f in self.findings)
 
 
 def read(folder: Path) -> Weights:
@@ -38,24 +45,25 @@ def read(folder: Path) -> Weights:
     chosen = consolidated or list(present)
     if index is not None:
         named = set(index.values())
-        found += _absent_files(named - set(present))
+        found += _absent_files(named - set(present), index)
         chosen = [name for name in chosen if name in named]
     found += _other_sets(list(present), consolidated, index)
     if index is None:
         found += _unnumbered(chosen)
-    tensors, seen_in = {}, {}
+    tensors, seen_in, readable = {}, {}, set()
     for name in chosen:
         try:
             header = read_header(present[name])
         except HeaderError as problem:
             found.append(_unreadable(name, problem))
             continue
+        readable.add(name)
         for tensor in header.values():
             seen_in.setdefault(tensor.name, []).append(name)
             tensors[tensor.name] = tensor
     found += _twice(seen_in)
     if index is not None:
-        found += _index_against_shards(index, seen_in)
+        found += _index_against_shards(index, seen_in, readable)
     return Weights(tensors, tuple(present[name] for name in chosen), tuple(found))
 
 
@@ -93,12 +101,13 @@ def _unreadable(name: str, problem: HeaderError) -> Finding:
     return error("unreadable_shard", f"{name} {problem}", "vLLM stops when it opens the file", f"download {name} again")
 
 
-def _absent_files(names: set[str]) -> list[Finding]:
+def _absent_files(names: set[str], index: Mapping[str, str]) -> list[Finding]:
+    tensors = sum(file in names for file in index.values())
     return (
         [
             error(
                 "absent_file",
-                f"the index names {len(names)} files that are not there: {some(sorted(names))}",
+                f"the index names {len(names)} files with {tensors} tensors that are not there: {some(sorted(names))}",
                 "vLLM raises FileNotFoundError: Weight files referenced in index but missing",
                 "download them",
             )
@@ -185,9 +194,12 @@ def _twice(seen_in: Mapping[str, Sequence[str]]) -> list[Finding]:
     ]
 
 
-def _index_against_shards(index: Mapping[str, str], seen_in: Mapping[str, Sequence[str]]) -> list[Finding]:
+def _index_against_shards(
+    index: Mapping[str, str], seen_in: Mapping[str, Sequence[str]], readable: Collection[str]
+) -> list[Finding]:
+    """Tensors whose place is another than the index says. What files hold that cannot be read is not known."""
     found = []
-    nowhere = sorted(name for name in index if name not in seen_in)
+    nowhere = sorted(name for name, file in index.items() if name not in seen_in and file in readable)
     if nowhere:
         found.append(
             error(

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", metavar="NAME", action="append", help="only this check, again after a fix; repeatable"
     )
-    parser.add_argument("--log", metavar="FILE", type=Path, help="name cause and cure of the known lines in a boot log")
+    parser.add_argument(
+        "--log", metavar="FILE", type=Path, help="name cause and cure of the known lines in a boot log (-: from stdin)"
+    )
     parser.add_argument(
         "--paste", action="store_true", help="leave out names, hosts, addresses and paths of the person"
     )
@@ -38,6 +41,8 @@ def _checks(options: argparse.Namespace) -> tuple[str, int]:
         if name not in names:
             raise OverlayError(f"{name!r} is not a check{nearest(name, names)}")
     chosen = [check for check in CHECKS if not options.check or check.name in options.check]
+    if not options.check:
+        print("checking; torch and CuPy are loaded for it, which takes seconds ...", file=sys.stderr, flush=True)
     around = Surroundings()
     results = perform(chosen, around)
     if options.paste:  # before the table breaks a path over two lines
@@ -53,9 +58,10 @@ def _checks(options: argparse.Namespace) -> tuple[str, int]:
 
 def _log(options: argparse.Namespace) -> tuple[str, int]:
     try:
-        text = options.log.read_text(encoding="utf-8", errors="replace")
+        raw = sys.stdin.buffer.read() if str(options.log) == "-" else options.log.read_bytes()
     except OSError as problem:
         raise OverlayError(f"{options.log} cannot be read: {problem.strerror}") from problem
+    text = raw.decode("utf-8", errors="replace")
     matches = logs.examine(paste.clean(text) if options.paste else text)
     if options.json:
         return json.dumps({"known": [match.as_json() for match in matches]}, indent=2), int(not matches)

@@ -490,12 +490,32 @@ def test_missing_layers_and_experts(tmp_path):
     }
 
 
+def test_what_an_absent_or_damaged_file_would_hold_is_not_guessed(tmp_path):
+    folder = small.write(tmp_path / "model", SOUND, small.model())
+    (first, second) = sorted(folder.glob("*.safetensors"))
+    whole = second.read_bytes()
+    for damaged in (b"", whole[:40], b"\xff" * 64, None):
+        second.unlink() if damaged is None else second.write_bytes(damaged)
+        result = audit(folder)
+        check = "absent_file" if damaged is None else "unreadable_shard"
+        assert [finding.check for finding in result.findings] == [check, "not_judged"]
+        assert result.failed and 0 < result.bytes < first.stat().st_size and not result.activations
+    second.symlink_to(tmp_path / "blobs" / "gone")  # a Hugging Face cache whose blob was removed
+    assert [finding.check for finding in audit(folder).findings] == ["unreadable_shard", "not_judged"]
+
+
+@pytest.mark.parametrize("count", [10**9, -3, "3", None, True])
+def test_a_number_that_is_none_fills_no_memory(tmp_path, count):
+    settings = {**SOUND, "num_hidden_layers": count, "n_routed_experts": count}
+    assert findings(examine(tmp_path, settings)) == {}
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess:
     line = [sys.executable, "-m", "overlay", "audit", *map(str, arguments)]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def test_the_command_prints_tables_and_fails_on_errors(tmp_path):

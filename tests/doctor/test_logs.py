@@ -1,5 +1,6 @@
 """Known failure lines are named with their cause; lines that only look like them are not."""
 
+import io
 import json
 import re
 
@@ -186,3 +187,11 @@ def test_the_command(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("not known")
     assert cli.main(["doctor", "--log", str(tmp_path / "absent.log")]) == 2
     assert "absent.log" in capsys.readouterr().err
+
+
+def test_a_log_from_a_pipe(capsys, monkeypatch):
+    """docker logs CONTAINER 2>&1 | python -m overlay doctor --log -"""
+    raw = io.BytesIO(b"\xff\n" + "\n".join(MET["pe_dim"][0]).encode())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(raw))
+    assert cli.main(["doctor", "--log", "-"]) == 0
+    assert capsys.readouterr().out.startswith("pe_dim")
