@@ -34,13 +34,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except OverlayError as error:
-        print(f"overlay: {error}", file=sys.stderr)
-        if getattr(options, "json", None) is True:  # who reads JSON from stdout finds some there whatever happened
-            print(json.dumps({"error": str(error)}, indent=2))
-        return 2
+        return _refused(str(error), options)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "overlay"):
+            raise
+        return _refused(f"{package} is not installed in {sys.executable}; use the Python that has vLLM", options)
     except KeyboardInterrupt:
         print("overlay: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `| head` has seen enough; Python would complain once more while it shuts down
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _refused(why: str, options: argparse.Namespace) -> int:
+    print(f"overlay: {why}", file=sys.stderr)
+    if getattr(options, "json", None) is True:  # who reads JSON from stdout finds some there whatever happened
+        print(json.dumps({"error": why}, indent=2))
+    return 2

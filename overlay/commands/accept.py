@@ -34,10 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print progress on stderr and the table on stdout; 1 where a gate failed or could not run."""
-    try:
-        from overlay.acceptance import gates, report, runner
-    except ModuleNotFoundError as error:
-        raise OverlayError(f"{error.name} is missing in this Python: pip install aiohttp (vLLM brings it)") from None
+    from overlay.acceptance import gates, report, runner
+
     if options.json:
         require_writable(options.json)
     earlier = report.load(options.compare) if options.compare else None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from overlay.checkpoint.findings import Finding
 from overlay.errors import OverlayError
+from overlay.sources import VllmSources
 
 HELP = "without a GPU, what vLLM would do with a checkpoint on given hardware, stock and with the overlay"
 PASSES_ON = (
@@ -36,6 +37,8 @@ def run(options: argparse.Namespace) -> int:
     """Print both columns; 1 where the overlay's would not boot, or the checkpoint has an error that no patch cures."""
     from overlay.rehearsal import columns, report
 
+    if VllmSources.find() is None:
+        raise OverlayError(f"vLLM is not installed in {sys.executable}; a rehearsal runs the vLLM that would serve")
     if options.tp < 1:
         raise OverlayError(f"--tp {options.tp}: a tensor parallel size is at least 1")
     question = columns.Question(

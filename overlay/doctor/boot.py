@@ -29,8 +29,10 @@ class Worker:
 
 
 def boot(around: Surroundings) -> Outcome:
-    import psutil  # vLLM requires it
-
+    try:
+        import psutil  # vLLM requires it
+    except ModuleNotFoundError:
+        return warned("processes cannot be looked at: psutil is not installed", "use the Python that has vLLM")
     processes = [process for process in psutil.process_iter() if _name(process).startswith("VLLM::")]
     if not processes:
         return passed("no engine is running or starting")

@@ -102,6 +102,8 @@ class Pin:
 
 def pins(around: Surroundings) -> Outcome:
     """Packages against what vLLM's and torch's own metadata require."""
+    if version("vllm") is None:
+        return warned("vLLM is not installed here, so nothing is pinned", "see the check `vllm`")
     wrong = broken_pins(("vllm", "torch"))
     bad = [f"{name}=={value} {why}" for (name, value), why in KNOWN_BAD.items() if version(name) == value]
     if wrong or bad:

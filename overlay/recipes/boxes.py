@@ -21,7 +21,7 @@ FULL_GRAPHS = Setting(
 )
 INDEXER_LOGITS = Setting(
     "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB=64",
-    "vLLM's 512 kills a prefill of about 230K tokens on GB10 (vllm-project/vllm#55569); indexer_workspace sets it as well",
+    "vLLM's 512 kills a prefill of about 230K tokens on GB10 (vllm-project/vllm#55569); indexer_workspace sets it too",
 )
 FABRIC = (
     Setting("NCCL_SOCKET_IFNAME=$FABRIC", "the interface between the nodes, as `ip -br address` names it"),
