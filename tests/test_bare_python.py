@@ -55,7 +55,8 @@ def test_what_is_missing_is_said_in_a_line(python, name):
         (["recipe"], "rtx-5090-x8"),
         (["recipe", "gb10-x4"], "vllm serve"),
         (["explain", "sparse_mla"], "why:"),
-        (["explain"], "sparse_mla"),
+        (["explain"], "sparse_mla          no attention path"),
+        (["explain", "--json"], '"id": "rope_pad"'),
         (["status", "--live"], ""),
     ],
 )

@@ -9,12 +9,13 @@ from overlay import registry
 from overlay.config import nearest
 from overlay.declare import Option, Patch
 from overlay.errors import OverlayError
+from overlay.table import table
 
 HELP = "why a patch exists, how it works, its options, and when it goes away"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("patch", metavar="ID", nargs="?", help="a patch id, as `python -m overlay status` lists them")
+    parser.add_argument("patch", metavar="ID", nargs="?", help="a patch id (default: list them)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON instead of text")
     form.add_argument("--markdown", action="store_true", help="print docs/patches.md: every patch's declaration")
@@ -25,8 +26,13 @@ def run(options: argparse.Namespace) -> int:
     if options.markdown:
         print(as_markdown(patches.values()))
         return 0
+    if options.patch is None:
+        every = patches.values()
+        listed = table(("patch", "what it cures"), ((patch.id, patch.title) for patch in every))
+        print(json.dumps({"patches": [as_json(patch) for patch in every]}, indent=2) if options.json else listed)
+        return 0
     if options.patch not in patches:
-        raise OverlayError(f"{options.patch or ''!r} is not a patch{nearest(options.patch or '', patches)}")
+        raise OverlayError(f"{options.patch!r} is not a patch{nearest(options.patch, patches)}")
     patch = patches[options.patch]
     print(json.dumps(as_json(patch), indent=2) if options.json else as_text(patch))
     return 0
