@@ -1,5 +1,6 @@
 """The audit of whole folders: a sound checkpoint gives nothing, each fault its own finding and no other."""
 
+import ast
 import json
 import re
 import struct
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from overlay.checkpoint import audit_scales
 from overlay.checkpoint.audit import Audit, audit
+from overlay.checkpoint.audit_headers import HeaderError
 from overlay.checkpoint.findings import counted, numbers
 from overlay.checkpoint.tiny_config import CheckpointError
 from tests.checkpoint import small
@@ -273,6 +276,7 @@ def test_one_scale_for_a_fused_projection(tmp_path):
         if not re.search(r"(experts\.\d+|shared_experts)\.up_proj\.(weight_scale_2|input_scale)", name)
     }
     result = examine(tmp_path, SOUND, tensors)
+    assert {finding.check for finding in result.findings} == {"scale_shared"}
     assert {(finding.severity, finding.what) for finding in result.findings} == {
         ("error", "routed experts, layers 1-2: one activation scale for a fused projection, stored under gate_proj"),
         ("info", "routed experts, layers 1-2: one global weight scale for a fused projection, stored under gate_proj"),
@@ -504,10 +508,38 @@ def test_what_an_absent_or_damaged_file_would_hold_is_not_guessed(tmp_path):
     assert [finding.check for finding in audit(folder).findings] == ["unreadable_shard", "not_judged"]
 
 
+def test_a_file_that_changes_while_it_is_read_is_said_so(tmp_path, monkeypatch):
+    def shrunk(tensors):
+        raise HeaderError("model-00001-of-00002.safetensors changed while it was read")
+
+    monkeypatch.setattr(audit_scales, "read_bytes", shrunk)
+    result = examine(tmp_path)
+    assert findings(result) == {"unreadable_scales": ["model-00001-of-00002.safetensors changed while it was read"]}
+    assert result.failed
+
+
 @pytest.mark.parametrize("count", [10**9, -3, "3", None, True])
 def test_a_number_that_is_none_fills_no_memory(tmp_path, count):
     settings = {**SOUND, "num_hidden_layers": count, "n_routed_experts": count}
     assert findings(examine(tmp_path, settings)) == {}
+
+
+def checks_of_the_audit() -> set[str]:
+    """The names of all findings, read from the sources."""
+    makers = {"error": 0, "warning": 0, "info": 0, "Finding": 0, "_fault": 1}
+    names = set()
+    for file in Path(audit_scales.__file__).parent.glob("audit*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and (place := makers.get(getattr(node.func, "id", ""))) is not None:
+                names |= {a.value for a in node.args[place : place + 1] if isinstance(a, ast.Constant)}
+    return names
+
+
+def test_every_finding_is_tried():
+    tests = "\n".join(file.read_text() for file in Path(__file__).parent.glob("test_audit*.py"))
+    names = checks_of_the_audit()
+    assert len(names) > 35
+    assert {name for name in names if f'"{name}"' not in tests} == set()
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
