@@ -86,8 +86,10 @@ class Audit:
 
 
 def audit(path: Path | str) -> Audit:
-    """Audit the checkpoint in the folder `path`. Raises CheckpointError for a folder that is none."""
-    folder = Path(path)
+    """Audit the checkpoint in the folder `path` (or beside that config.json). Raises CheckpointError for none."""
+    folder = Path(path).parent if Path(path).name == CONFIG else Path(path)
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file: name the folder of a checkpoint")
     config = load_json(folder / CONFIG)
     if config is None:
         raise CheckpointError(f"{folder} has no {CONFIG}: name the folder of a checkpoint")

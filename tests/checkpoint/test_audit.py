@@ -567,10 +567,20 @@ def test_the_command_prints_tables_and_fails_on_errors(tmp_path):
 def test_a_folder_that_is_no_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         audit(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="is a file"):
+        audit(tmp_path / "model.safetensors")
     done = command(tmp_path)
     assert done.returncode == 2
     assert "config.json" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_configuration_stands_for_its_folder(tmp_path, monkeypatch):
+    folder = small.write(tmp_path / "a model", SOUND, small.model())
+    assert audit(folder / "config.json") == audit(folder)
+    monkeypatch.chdir(folder)
+    assert audit("config.json").totals == audit(folder).totals
 
 
 def test_numbers_and_counts():
