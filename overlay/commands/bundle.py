@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -30,5 +31,6 @@ def run(options: argparse.Namespace) -> int:
     packages = bundle.build(options.out, options.python, options.platform, options.cuda)
     out = options.out.resolve()
     print(f"{out}: the overlay, and {packages.name} packages of {bundle.size(packages) / 1e6:.0f} MB")
-    print(f"  docker run --gpus all --ipc host -v {out}:/opt/overlay:ro -e PYTHONPATH=/opt/overlay IMAGE ...")
+    mount = shlex.quote(f"{out}:/opt/overlay:ro")
+    print(f"  docker run --gpus all --ipc host -v {mount} -e PYTHONPATH=/opt/overlay IMAGE ...")
     return 0

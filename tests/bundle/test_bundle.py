@@ -1,6 +1,7 @@
 """What goes into a bundle, what is refused, and when the packages that travel with it are used."""
 
 import json
+import shlex
 import sys
 import tomllib
 import zipfile
@@ -54,6 +55,13 @@ def test_a_bundle_is_the_overlay_and_one_folder_of_packages_a_platform(without_p
     here = out / "bundled" / "cp312-aarch64"
     assert {folder.name for folder in here.iterdir() if folder.is_dir()} == set(carried.PACKAGES.values())
     assert len(json.loads((here / "wheels.json").read_text())) == 3
+
+
+def test_the_line_to_type_survives_a_space(without_pip, capsys):
+    out = without_pip.with_name("a folder")
+    assert main(["bundle", str(out), "--python", "3.12"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "docker run" in line)
+    assert shlex.split(line)[shlex.split(line).index("-v") + 1] == f"{out}:/opt/overlay:ro"
 
 
 def test_a_second_platform_joins_and_the_overlay_is_refreshed(without_pip):
