@@ -1,6 +1,10 @@
 """Compilation by NVRTC, through CuPy's bindings: a cubin for a named architecture, with neither GPU nor driver."""
 
+import contextlib
 import re
+import signal
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from overlay.kernel import source
@@ -85,7 +89,8 @@ def build(program: Program, arch: str) -> Binary:
         )
     handle = nvrtc.createProgram(program.text, f"{program.name}.cu", (), ())
     try:
-        nvrtc.compileProgram(handle, (*OPTIONS, f"-arch={arch}"))
+        with signals_ignored():
+            nvrtc.compileProgram(handle, (*OPTIONS, f"-arch={arch}"))
         log = nvrtc.getProgramLog(handle)
         cubin = nvrtc.getCUBIN(handle) + b"\0"  # CuPy 14.2 cuts the last byte, a zero, as if it ended a C string
     except nvrtc.NVRTCError as error:
@@ -94,6 +99,26 @@ def build(program: Program, arch: str) -> Binary:
     finally:
         nvrtc.destroyProgram(handle)
     return Binary(cubin, read_resources(log, program.name, version))
+
+
+@contextlib.contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Ignore SIGINT and SIGTERM for the seconds that one compilation takes.
+
+    NVRTC puts handlers of its own in their place while it compiles, unless they are ignored. These call exit() wherever
+    the compiler happens to be: 2 of 28 interrupted compilations hung in it for good (NVRTC 13.0), and with them every
+    rank that waited for the cache's lock. Only the main thread can keep them out; SIGKILL ends it at any time.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not None]  # None: not Python's
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def read_resources(log: str, name: str, version: str) -> Resources:

@@ -90,6 +90,19 @@ def test_nvrtc_missing_is_named_with_the_way_out(monkeypatch):
     assert nvrtc.getVersion() >= (12, 8)
 
 
+def test_nvrtc_too_old_for_the_gpu_is_named_with_the_way_out(monkeypatch):
+    from cupy_backends.cuda.libs import nvrtc
+
+    class Old:  # 12.8 knows sm_120, and not yet sm_121
+        getVersion = staticmethod(lambda: (12, 8))
+        getSupportedArchs = staticmethod(lambda: [80, 86, 89, 90, 100, 101, 120])
+
+    monkeypatch.setattr(build, "_nvrtc", lambda: Old)
+    with pytest.raises(CompileError, match=r"NVRTC 12\.8 cannot compile for sm_121.*sm_121 needs 12\.9.*pip install"):
+        build.build(build.index_rows_program(), "sm_121")
+    assert 121 in nvrtc.getSupportedArchs()
+
+
 def test_a_log_without_resources_is_refused():
     with pytest.raises(CompileError, match="does not report the resources of kernel"):
         build.read_resources("nothing here", "kernel", "13.0")

@@ -39,9 +39,16 @@ class Executor:
         sent = method
         return [worker(env) for env in self.environments]
 
-def start(environments):
+class Dying:
+    def __init__(self, error):
+        self.error = error
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None, non_block=False):
+        assert timeout and timeout < 3600  # a worker that hangs must not hang the engine
+        raise self.error
+
+def start(executor):
     core = object.__new__(EngineCore)
-    core.model_executor = Executor(environments)
+    core.model_executor = executor if isinstance(executor, Dying) else Executor(executor)
     try:
         core._initialize_kv_caches(None)
     except Exception as error:
@@ -53,6 +60,8 @@ print(json.dumps({
     "none": start([same, {"PYTHONPATH": os.environ["WITHOUT"]}]),
     "disabled": start([same, {"OVERLAY_DISABLE": "1"}]),
     "other": start([same, {"OVERLAY_PATCHES": "sparse_mla=false"}]),
+    "killed": start(Dying(RuntimeError("Executor failed: worker 1 died"))),
+    "hangs": start(Dying(TimeoutError("RPC call to answer timed out."))),
 }))
 """
 
@@ -82,6 +91,13 @@ def test_a_worker_with_another_switch_is_refused_with_what_differs(started: dict
     kind, message = started["other"]
     assert kind == "RanksDiffer"
     assert "rank 1 (pid " in message and "differs: patches.sparse_mla.state: off, not armed" in message
+
+
+@pytest.mark.parametrize(("which", "said"), [("killed", "worker 1 died"), ("hangs", "RPC call to answer timed out")])
+def test_a_worker_that_dies_or_hangs_before_it_answers_stops_the_engine(started, which: str, said: str):
+    """With vLLM's own error: the stock method, which would raise AttributeError here, is not reached."""
+    kind, message = started[which]
+    assert kind in ("RuntimeError", "TimeoutError") and said in message
 
 
 def test_differences_name_every_leaf():

@@ -13,7 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from vllm.v1.executor.multiproc_executor import WorkerProc
 from tests.gpu import rank_cases, rank_child
 
-SAY = "import os, sys; print(os.environ.get('OVERLAY_PATCHES'), hasattr(sys.modules.get('sitecustomize'), 'VllmFinder'))"
+SAY = (
+    "import os, sys; site = sys.modules.get('sitecustomize'); "
+    "print(os.environ.get('OVERLAY_PATCHES'), hasattr(site, 'VllmFinder'))"
+)
 
 def make(*, rank):
     done = subprocess.run([sys.executable, "-c", SAY], capture_output=True, text=True, cwd="/")
