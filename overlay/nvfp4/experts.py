@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from overlay.nvfp4 import scales, unloaded
+from overlay.nvfp4 import promotion, scales, unloaded
 from overlay.nvfp4.findings import layer_name
 from overlay.nvfp4.policy import Policy
 from overlay.nvfp4.settle import NO_VALUE, Subject, settle
@@ -59,6 +59,9 @@ def prepare(method: object, layer: torch.nn.Module, form: ExpertFormat, policy: 
     reconcile_halves(subject, layer, form)
     if quantises_activations(method):
         settle_input_scales(subject, method, layer, form, policy)
+    elif getattr(layer, promotion.PROMOTED, False):
+        cure = f"W4A16 ({method.nvfp4_backend.value}) from the start"
+        subject.note("activations are not quantised", "config_groups", cure, level=logging.INFO)
 
 
 def prepare_dequantization(layer: torch.nn.Module, form: ExpertFormat) -> None:
@@ -123,7 +126,7 @@ def settle_input_scales(
     for name, values in settlement.values.items():
         getattr(layer, name).data.copy_(values)
     if settlement.route:
-        route(subject, method, form)
+        route(subject, method, settlement.missing)
 
 
 def quantises_activations(method: object) -> bool:
@@ -166,19 +169,17 @@ def missing_on_any_rank(missing: bool, parallel: object) -> bool:
     return bool(flag.item())
 
 
-def route(subject: Subject, method: object, form: ExpertFormat) -> None:
-    """Select the layer's backend again without activation quantisation, as vLLM does for a W4A16 checkpoint."""
+def route(subject: Subject, method: object, parameters: str) -> None:
+    """Select the layer's backend again without activation quantisation, as vLLM does for a W4A16 checkpoint.
+
+    `parameters` names the input scales that are missing.
+    """
     from vllm.model_executor.layers.fused_moe.oracle import nvfp4 as oracle
     from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Static
 
-    parameters, before = " and ".join(form.inputs), method.nvfp4_backend.value
+    before = method.nvfp4_backend.value
     if getattr(method, "moe_kernel", None) is not None:
-        raise subject.refuse(
-            f"{NO_VALUE} after a reload",
-            parameters,
-            f"The layer was built for {before}, which quantises activations, and captured graphs keep it so. Reload a "
-            "checkpoint of the kind the engine was started with.",
-        )
+        raise subject.refuse_to_change(parameters, before)
     try:
         selected = oracle.select_nvfp4_moe_backend(config=method.moe, weight_key=kNvfp4Static, activation_key=None)
     except (ValueError, NotImplementedError) as error:

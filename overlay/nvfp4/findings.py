@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from overlay.checkpoint.findings import numbers
+
 if TYPE_CHECKING:
     import torch
 
@@ -94,7 +96,7 @@ def numbered(name: str) -> tuple[str, int | None]:
 def place(pattern: str, group: Sequence[Finding]) -> str:
     """The layer's name; several layers of one kind as a pattern and a range."""
     layers = sorted({number for finding in group if (number := numbered(finding.layer)[1]) is not None})
-    return f"{pattern}, layers {ranges(layers)}" if len(layers) > 1 else group[0].layer
+    return f"{pattern}, layers {listed(layers)}" if len(layers) > 1 else group[0].layer
 
 
 def rows(group: Sequence[Finding]) -> str:
@@ -103,21 +105,15 @@ def rows(group: Sequence[Finding]) -> str:
     if distinct == {()}:
         return ""
     if len(distinct) == 1:
-        return f", {group[0].rows_are} {ranges(group[0].rows)}"
-    return f" ({'; '.join(f'{name(finding)}: {finding.rows_are} {ranges(finding.rows)}' for finding in group)})"
+        return f", {group[0].rows_are} {listed(group[0].rows)}"
+    return f" ({'; '.join(f'{name(finding)}: {finding.rows_are} {listed(finding.rows)}' for finding in group)})"
+
+
+def listed(values: Sequence[int]) -> str:
+    """All of them: what is cured by number is said by number."""
+    return numbers(values, shown=len(values))
 
 
 def name(finding: Finding) -> str:
     number = numbered(finding.layer)[1]
     return finding.layer if number is None else f"layer {number}"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """``[3, 4, 5, 9]`` -> ``3-5, 9``."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ", ".join("-".join(map(str, part)) for part in parts)

@@ -57,6 +57,7 @@ def prepare(
         delattr(layer, form.input)  # a reload brings it back
     elif hasattr(layer, form.input) and quantises_activations(owner):
         settle_input_scale(subject, owner, layer, form, policy, route)
+    setattr(layer, PROCESSED, True)
     return True
 
 
@@ -113,6 +114,8 @@ def settle_input_scale(
         values.copy_(repaired)
     if settlement.route:
         before = type(owner.kernel).__name__
+        if getattr(layer, PROCESSED, False):
+            raise subject.refuse_to_change(form.input, before)
         owner.kernel = weight_only_kernel(subject, form)
         setattr(owner, ROUTED, True)
         route(owner)
@@ -125,6 +128,8 @@ def settle_input_scale(
 
 # On the method or scheme of a layer that was made W4A16: it stays so when weights are reloaded.
 ROUTED = "overlay_routed_to_w4a16"
+# On a layer whose weights were processed once: what comes after is a reload, and its kernel stays.
+PROCESSED = "overlay_processed"
 
 
 def is_routed(owner: object) -> bool:

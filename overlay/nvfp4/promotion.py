@@ -11,6 +11,9 @@ from fnmatch import fnmatchcase
 
 from overlay.errors import OverlayError
 
+# On experts that the configuration's groups make W4A16 among layers that quantise activations.
+PROMOTED = "overlay_promoted_to_w4a16"
+
 
 class AlgorithmError(OverlayError):
     """A layer is quantised with an algorithm that vLLM cannot load."""
@@ -32,8 +35,13 @@ def is_weight_only(groups: list[Mapping]) -> bool:
 def experts_are_weight_only(groups: list[Mapping], prefix: str) -> bool:
     """Where groups differ: do those that target the experts at `prefix` quantise weights alone?"""
     names = (prefix, f"{prefix}.0.gate_proj")
-    matching = [group for group in groups if any(fnmatchcase(n, t) for t in group.get("targets") or () for n in names)]
-    return is_weight_only(matching)
+    return is_weight_only([group for group in groups if any(fnmatchcase(n, t) for t in targets(group) for n in names)])
+
+
+def targets(group: Mapping) -> list[str]:
+    """The patterns of a group: a list, or one by itself."""
+    named = group.get("targets") or []
+    return [named] if isinstance(named, str) else [target for target in named if isinstance(target, str)]
 
 
 def experts_method(get_quant_method: Callable, config: object, layer: object, prefix: str) -> object:
@@ -45,6 +53,7 @@ def experts_method(get_quant_method: Callable, config: object, layer: object, pr
     if groups and type(layer).__name__ == "RoutedExperts" and experts_are_weight_only(groups, prefix):
         config = copy.copy(config)
         config.overlay_groups, config.quant_method = None, "W4A16_NVFP4"
+        setattr(layer, PROMOTED, True)
         return type(config).get_quant_method(config, layer, prefix)
     return get_quant_method(layer, prefix)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from overlay.errors import OverlayError
-from overlay.nvfp4.findings import Finding, note, ranges
+from overlay.nvfp4.findings import Finding, listed, note
 from overlay.nvfp4.policy import Policy
 from overlay.nvfp4.scales import Reading
 
@@ -37,19 +37,28 @@ class Subject:
         note(Finding(self.kind, self.name, what, parameter, cure, rows, self.rows_are, level))
 
     def refuse(self, what: str, parameter: str, way_out: str, rows: tuple[int, ...] = ()) -> ScaleError:
-        which = f", {self.rows_are} {ranges(rows)}" if rows else ""
+        which = f", {self.rows_are} {listed(rows)}" if rows else ""
         return ScaleError(f"{self.kind} {self.name}: {what} in {parameter}{which}. {way_out}")
+
+    def refuse_to_change(self, parameters: str, built_for: str) -> ScaleError:
+        """For a layer that quantises activations, and whose input scales are missing from what it is reloaded with."""
+        way_out = (
+            f"The layer was built for {built_for}, which quantises activations, and captured graphs keep it so. Reload "
+            "a checkpoint of the kind the engine was started with."
+        )
+        return self.refuse(f"{NO_VALUE} after a reload", parameters, way_out)
 
 
 @dataclass(frozen=True)
 class Settlement:
-    """`route`: the layer cannot quantise activations. Else `values`: what to write, as stored, per parameter."""
+    """`route`: the layer cannot quantise activations, for want of what `missing` names.
+
+    Else `values`: what to write, as stored, per parameter.
+    """
 
     route: bool
     values: Mapping[str, torch.Tensor]
-
-
-UNTOUCHED = Settlement(route=False, values={})
+    missing: str = ""
 
 
 def settle(subject: Subject, readings: Mapping[str, Reading], policy: Policy, missing_elsewhere: bool) -> Settlement:
@@ -60,10 +69,11 @@ def settle(subject: Subject, readings: Mapping[str, Reading], policy: Policy, mi
     """
     missing = [name for name, reading in readings.items() if reading.all_bad]
     if missing or missing_elsewhere:
+        named = " and ".join(missing) or "the input scales of another rank"
         if policy.all_missing == "route":
-            return Settlement(route=True, values={})
+            return Settlement(route=True, values={}, missing=named)
         if policy.all_missing == "refuse":
-            raise subject.refuse(NO_VALUE, " and ".join(missing) or "the input scales of another rank", ROUTE)
+            raise subject.refuse(NO_VALUE, named, ROUTE)
     values, notes = {}, defaultdict(list)
     for name, reading in readings.items():
         if reading.clean:

@@ -159,6 +159,11 @@ def scenarios() -> dict[str, Scenario]:
                 own_file=case["file"] == "hf_quant_config.json",
                 poison=value,
             )
+        if case["input_scales"] != "all":
+            # what such a configuration says, over a checkpoint that ships every scale
+            found[f"shipped/{case['id']}"] = Scenario(
+                complete, quantization=case["quantization"], own_file=case["file"] == "hf_quant_config.json"
+            )
     for case in SCALES:
         for backend in ("flashinfer_cutlass", "cutlass"):
             found[f"{case['id']}/{backend}"] = Scenario(
@@ -180,6 +185,7 @@ def scenarios() -> dict[str, Scenario]:
         found[f"{form}/linear mismatch"] = Scenario(scaled("globals", 4.0, "self_attn.k_proj"), form)
         found[f"{form}/one shard"] = Scenario(without("input", "layers.0.self_attn.v_proj"), form, poison=1e30)
         found[f"{form}/gate alone"] = Scenario(without("input", "experts.", "up_proj"), form, poison=1e30)
+        found[f"{form}/down alone missing"] = Scenario(without("input", "experts.", "down_proj"), form, poison=1e30)
         found[f"{form}/refuse"] = Scenario(without_experts_input_scales, form, options={"all_missing": "refuse"})
         found[f"{form}/number"] = Scenario(without_experts_input_scales, form, options={"all_missing": 0.002})
         found[f"{form}/no repair"] = Scenario(dead_expert, form, options={"some_bad": "refuse"})
@@ -190,6 +196,7 @@ def scenarios() -> dict[str, Scenario]:
         found[f"{form}/reload complete"] = Scenario(complete, form, reload=complete, poison=1e30)
         found[f"{form}/reload dead"] = Scenario(complete, form, reload=dead_expert, poison=1e30)
         found[f"{form}/reload none"] = Scenario(complete, form, reload=without_experts_input_scales, poison=1e30)
+        found[f"{form}/reload linear"] = Scenario(complete, form, reload=without("input", "layers.1.self_attn.o"))
         found[f"{form}/reload routed"] = Scenario(without_input_scales, form, reload=without_input_scales, poison=1e30)
     for backend in ("auto", "cutlass"):
         changes = {"ranks": 2, "moe_backend": backend}

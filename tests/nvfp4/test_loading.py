@@ -1,79 +1,20 @@
 """Every case, from a checkpoint's files to kernels ready to run, by the installed vLLM: stock, and with the overlay."""
 
 import json
-import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from overlay.checkpoint import tiny, tiny_quant
-from overlay.checkpoint.tiny_config import TinyModel
-from tests.conftest import run_python
-from tests.nvfp4.checks import TINY
+from tests.nvfp4.outcomes import (
+    ALPHA,
+    FORMATS,
+    experts,
+    is_right,
+    is_sane,
+    is_weight_only,
+    is_weight_only_linear,
+    linears,
+)
 from tests.nvfp4.scenarios import FORMS, POISON, SCALES
-
-FORMATS = ("modelopt", "compressed-tensors", "quark")
-ALPHA, GLOBAL_SCALE = 0.02 * 0.01, 100.0
-
-
-@pytest.fixture(scope="module")
-def tiny_checkpoints(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    for case, fault in TINY:
-        tiny.write_quantised(TinyModel(heads=8), *tiny_quant.choose("modelopt", case, fault), folder / case)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def stock(fake_driver, tiny_checkpoints) -> dict[str, Any]:
-    return run(fake_driver((12, 1), devices=2), tiny_checkpoints)
-
-
-@pytest.fixture(scope="module")
-def wrapped(fake_driver, tiny_checkpoints) -> dict[str, Any]:
-    return run(fake_driver((12, 1), overlay=True, devices=2), tiny_checkpoints)
-
-
-def run(env: dict[str, str], tiny_checkpoints: Path) -> dict[str, Any]:
-    return run_python("tests.nvfp4.runner", env | {"TINY_CHECKPOINTS": str(tiny_checkpoints)}, timeout=900)
-
-
-def experts(outcome: dict) -> list[dict]:
-    """The outcome's layers of experts; fails with the error of a load that was refused."""
-    assert "experts" in outcome, outcome.get("error")
-    return list(outcome["experts"].values())
-
-
-def linears(outcome: dict, part: str = "self_attn") -> list[dict]:
-    return [layer for name, layer in outcome["linears"].items() if part in name]
-
-
-def is_right(layer: dict, alpha: float = ALPHA, global_scale: float = GLOBAL_SCALE) -> bool:
-    """Does a layer of experts quantise with the given numbers throughout?"""
-    alphas, scales = layer["g1_alphas"] + layer["g2_alphas"], layer["a1_gscale"] + layer["a2_gscale"]
-    return alphas == pytest.approx([alpha] * len(alphas)) and scales == pytest.approx([global_scale] * len(scales))
-
-
-def is_sane(layer: dict) -> bool:
-    """Can a layer of experts compute at all: every number it multiplies by is one?"""
-    numbers = [n for key in ("g1_alphas", "g2_alphas", "a1_gscale", "a2_gscale") for n in layer[key] or ()]
-    return all(math.isfinite(n) and 1e-20 < n < 1e20 for n in numbers)
-
-
-def is_weight_only(layer: dict) -> bool:
-    """Is a layer of experts set up as vLLM sets up W4A16: Marlin, no activation scales, the weights' own alphas?"""
-    alphas = layer["g1_alphas"] + layer["g2_alphas"]
-    return (
-        (layer["backend"], layer["experts"], layer["w4a16"]) == ("MARLIN", "MarlinExperts", True)
-        and layer["a1_gscale"] is None
-        and layer["a2_gscale"] is None
-        and alphas == pytest.approx([0.02] * len(alphas))
-    )
-
-
-def is_weight_only_linear(layer: dict) -> bool:
-    return layer["kernel"] == "MarlinNvFp4LinearKernel" and not layer["quantises"] and not layer["leftovers"]
 
 
 @pytest.mark.parametrize("poison", POISON)
@@ -102,6 +43,29 @@ def test_configuration_forms(stock, wrapped, case, poison):
         assert all(is_weight_only_linear(layer) for layer in linears(wrapped[name]))
     else:
         assert all(layer["alpha"] == pytest.approx([ALPHA]) for layer in linears(wrapped[name]))
+
+
+@pytest.mark.parametrize("case", [case for case in FORMS if case["input_scales"] != "all"], ids=lambda case: case["id"])
+def test_every_scale_is_shipped(stock, wrapped, case):
+    """The tensors count where a configuration says nothing of activations; one that says weight-only is obeyed."""
+    before, after = stock[f"shipped/{case['id']}"], wrapped[f"shipped/{case['id']}"]
+    says_weight_only = {
+        "flat_null": [],  # vLLM's own reading
+        "nested_groups_inside": ["the configuration quantises weights alone"],
+        "empty_activation_table": ["the configuration quantises weights alone"],
+        "mixed_groups_experts_null": [
+            "experts model.layers.*.mlp.experts, layers 0-1: activations are not quantised in config_groups; "
+            "W4A16 (MARLIN) from the start"
+        ],
+    }
+    if case["id"] not in says_weight_only:
+        assert after["digests"] == before["digests"]
+        assert after["log"] == []
+        return
+    assert all(is_weight_only(layer) for layer in experts(after))
+    expected = says_weight_only[case["id"]]
+    assert len(after["log"]) == len(expected)
+    assert all(words in line for words, line in zip(expected, after["log"], strict=True))
 
 
 @pytest.mark.parametrize("backend", ["flashinfer_cutlass", "cutlass"])
@@ -224,6 +188,12 @@ class TestScales:
         assert all(is_right(layer) for layer in experts(outcome))
         assert not [line for line in outcome["log"] if "no usable value" in line]
 
+    def test_one_of_two_parameters_is_missing(self, wrapped, form):
+        """A layer that could quantise the inputs of gate and up, and not those of down, quantises neither."""
+        outcome = wrapped[f"{form}/down alone missing"]
+        assert all(is_weight_only(layer) for layer in experts(outcome))
+        assert [line for line in outcome["log"] if "no usable value in w2_input_" in line and "routed to" in line]
+
     def test_policies(self, wrapped, form):
         assert 'all_missing = "route"' in wrapped[f"{form}/refuse"]["error"]
         assert 'some_bad = "repair"' in wrapped[f"{form}/no repair"]["error"]
@@ -237,228 +207,6 @@ class TestScales:
         assert not [line for line in after["log"] if "usable" in line or "differ" in line]
         if form != "quark":
             assert after["digests"] == stock[f"{form}/dummy"]["digests"]
-
-
-@pytest.mark.parametrize("form", FORMATS)
-class TestReload:
-    """Other weights for a model that is being served."""
-
-    def test_complete(self, stock, wrapped, form):
-        after = wrapped[f"{form}/reload complete"]
-        if form == "quark":
-            # Quark's input scales are copied twice, vLLM's counting takes the layer for complete before its last tensor
-            # arrives, and stock goes on with what was in memory.
-            assert "no usable value in w2_weight_scale_2, experts 3" in after["error"]
-            assert not all(is_sane(layer) for layer in experts(stock[f"{form}/reload complete"]))
-        else:
-            assert after["digests"] == stock[f"{form}/reload complete"]["digests"]
-            assert after["log"] == []
-
-    def test_dead_expert(self, wrapped, form):
-        after = wrapped[f"{form}/reload dead"]
-        if form == "quark":
-            assert "error" in after
-        else:
-            assert all(is_right(layer) for layer in experts(after))
-            assert [line for line in after["log"] if "experts 2; repaired" in line]
-
-    def test_a_layer_cannot_change_its_kind(self, stock, wrapped, form):
-        assert "no usable value after a reload" in wrapped[f"{form}/reload none"]["error"]
-        assert not any(is_right(layer) for layer in experts(stock[f"{form}/reload none"]))
-
-    def test_a_routed_layer_stays_routed(self, wrapped, form):
-        outcome = wrapped[f"{form}/reload routed"]
-        assert all(is_weight_only(layer) for layer in experts(outcome))
-        assert all(is_weight_only_linear(layer) for layer in linears(outcome))
-
-
-@pytest.mark.parametrize("backend", ["flashinfer_cutlass", "cutlass", "emulation"])
-def test_a_flag_that_needs_scales_is_refused(stock, wrapped, backend):
-    said = wrapped[f"flag/{backend}"]["error"]
-    assert said.startswith(
-        "ScaleError: ModelOpt experts model.layers.0.mlp.experts: no usable value in w13_input_scale"
-    )
-    assert f"--moe-backend {backend} quantises activations" in said
-    assert not any(is_sane(layer) for layer in experts(stock[f"flag/{backend}"]))
-
-
-def test_a_flag_for_16_bit_activations_is_left_alone(stock, wrapped):
-    assert wrapped["flag/marlin"]["digests"] == stock["flag/marlin"]["digests"]
-    assert wrapped["flag/marlin"]["log"] == []
-
-
-@pytest.mark.parametrize("backend", ["auto", "cutlass"])
-class TestExpertParallel:
-    """The first of two ranks, with experts 0 and 1; FlashInfer's scale spans both ranks, CUTLASS's one."""
-
-    def test_experts_of_other_ranks_are_not_missing(self, stock, wrapped, backend):
-        name = f"ranks/remote unloaded/{backend}"
-        assert all(is_right(layer) for layer in experts(wrapped[name]))
-        assert wrapped[name]["log"] == []
-        assert any(is_sane(layer) for layer in experts(stock[name])) == (backend == "cutlass")
-
-    def test_garbage_of_other_ranks_does_not_reach_the_shared_scale(self, wrapped, backend):
-        name = f"ranks/remote garbage/{backend}"
-        assert all(is_right(layer) for layer in experts(wrapped[name]))
-        assert bool(wrapped[name]["log"]) == (backend == "auto")
-
-    def test_a_dead_local_expert(self, wrapped, backend):
-        name = f"ranks/local dead/{backend}"
-        assert all(is_right(layer) for layer in experts(wrapped[name]))
-        assert [line for line in wrapped[name]["log"] if "experts 1; repaired" in line]
-
-
-def test_expert_parallel_weight_only(wrapped):
-    assert all(is_weight_only(layer) for layer in experts(wrapped["ranks/none"]))
-
-
-def test_expert_parallel_complete(stock, wrapped):
-    assert wrapped["ranks/complete"]["digests"] == stock["ranks/complete"]["digests"]
-
-
-def test_a_draft_head_is_not_a_missing_scale(stock, wrapped):
-    """vLLM replaces it by the target's head after loading (vllm-project/vllm#57532)."""
-    assert "was never loaded (still NaN)" in stock["draft head"]["error"]
-    assert all(is_right(layer) for layer in experts(wrapped["draft head"]))
-    assert [line for line in wrapped["draft head"]["log"] if "lm_head: nothing was loaded" in line]
-    assert "ScaleError: ModelOpt linear lm_head: nothing was loaded" in wrapped["missing head"]["error"]
-
-
-def test_a_layer_without_a_name(stock, wrapped):
-    assert stock["nameless"]["kernel"] != "MarlinNvFp4LinearKernel"
-    assert wrapped["nameless"]["kernel"] == "MarlinNvFp4LinearKernel"
-    assert [line for line in wrapped["nameless"]["log"] if "a ReplicatedLinear without a name" in line]
-
-
-def test_mixed_precision(stock, wrapped):
-    assert wrapped["mixed/complete"]["digests"] == stock["mixed/complete"]["digests"]
-    assert all(is_weight_only(layer) for layer in experts(wrapped["mixed/none"]))
-    assert not any(is_sane(layer) for layer in experts(stock["mixed/none"]))
-
-
-def test_an_unknown_algorithm_names_the_layer(wrapped):
-    said = wrapped["mixed/unknown"]["error"]
-    assert said.startswith("AlgorithmError: layer model.layers.1.self_attn.o_proj:")
-    assert "W8A8_SQ_PER_CHANNEL" in said
-
-
-def test_online_requantisation_reads_no_unloaded_scale(stock, wrapped):
-    assert wrapped["requantise"] == stock["requantise"]
-    assert stock["requantise without a scale"]["largest"] > 1e30
-    assert "no usable value in w2_weight_scale_2, experts 1" in wrapped["requantise without a scale"]["error"]
-
-
-def test_preprocessed_weights_are_not_looked_at(stock, wrapped):
-    assert wrapped["preprocessed"]["error"] == stock["preprocessed"]["error"]
-    assert "pre-processed weights require FLASHINFER_TRTLLM" in wrapped["preprocessed"]["error"]
-
-
-def test_marlins_line_about_the_gpu(stock, wrapped):
-    assert "Your GPU does not have native support for FP4" in stock["marlin"]["said"][0]
-    (line,) = wrapped["marlin"]["said"]
-    assert "This GPU has FP4 tensor cores" in line
-
-
-W4A4, W4A16 = ("ModelOptNvFp4FusedMoE", False), ("ModelOptNvFp4FusedMoE", True)
-UNQUANTISED = ("UnquantizedLinearMethod", False)
-
-
-@pytest.mark.parametrize(
-    ("layer", "expected"),
-    [
-        ("mo-flat-glm52/experts model.layers.3.mlp.experts", W4A4),
-        ("mo-flat-glm52/experts model.layers.10.mlp.experts", W4A4),
-        ("mo-flat-glm52/linear model.layers.10.self_attn.q_a_proj", UNQUANTISED),
-        ("mo-flat-glm52/linear model.layers.0.mlp.down_proj", UNQUANTISED),
-        ("mo-nested-glm5/experts model.layers.3.mlp.experts", W4A4),
-        ("mo-nested-glm5/experts model.layers.78.mlp.experts", ("NoneType", False)),
-        ("mo-flat-minimax-m27/experts model.layers.0.block_sparse_moe.experts", W4A4),
-        ("mo-flat-minimax-m27/linear model.layers.0.block_sparse_moe.gate", UNQUANTISED),
-        ("mix-flat-qwen36-35b/experts language_model.model.layers.0.mlp.experts", W4A16),
-        ("mix-flat-qwen36-35b/linear language_model.model.layers.7.mlp.gate", UNQUANTISED),
-        ("mix-nested-qwen36-35b/experts language_model.model.layers.39.mlp.experts", W4A16),
-        ("mo-weightonly-glm53flash-libertai/experts model.layers.0.mlp.experts", W4A16),
-        ("mo-weightonly-glm53flash-libertai/linear model.layers.0.self_attn.o_proj", ("ModelOptLinearMethod", True)),
-        ("ct-w4a4-devstral2-autoround/linear model.layers.0.self_attn.o_proj", ("CompressedTensorsW4A4Fp4", False)),
-        (
-            "ct-mix-w4a16-qwen38-35b-distill/experts model.layers.0.mlp.experts",
-            ("CompressedTensorsW4A4Nvfp4MoEMethod", True),
-        ),
-        (
-            "ct-mix-w4a16-qwen38-35b-distill/linear model.layers.0.mlp.shared_expert.down_proj",
-            ("CompressedTensorsW4A4Fp4", True),
-        ),
-        ("ct-mix-w4a16-qwen38-35b-distill/linear model.layers.0.self_attn.o_proj", ("CompressedTensorsW8A8Fp8", False)),
-        ("ct-mix-w4a16-qwen38-35b-distill/linear mtp.layers.0.self_attn.o_proj", UNQUANTISED),
-        ("neg-int4-kimi-k25/experts model.layers.1.mlp.experts", ("CompressedTensorsWNA16MoEMethod", False)),
-        ("neg-int4-kimi-k25/linear model.layers.1.self_attn.o_proj", UNQUANTISED),
-        ("mix-nested-step35-flash-w8a8sq/experts model.layers.3.moe.experts", W4A4),
-        ("mix-nested-step35-flash-w8a8sq/linear model.layers.9.mlp.down_proj", UNQUANTISED),
-        ("mix-nested-step35-flash-w8a8sq/linear ", UNQUANTISED),
-        ("quark-nvfp4-fixture/experts model.layers.0.mlp.experts", ("QuarkNvfp4MoEMethod", False)),
-        ("quark-nvfp4-fixture/linear model.layers.0.mlp.down_proj", ("QuarkNVFP4", False)),
-    ],
-)
-def test_public_configurations(wrapped, stock, layer, expected):
-    outcome = wrapped[f"public/{layer}"]
-    assert (outcome["method"], outcome["w4a16"]) == expected
-    assert {**outcome, "log": []} == stock[f"public/{layer}"]  # all of these are read rightly by this vLLM
-
-
-@pytest.mark.parametrize("layer", ["model.layers.0.mlp.down_proj", "model.layers.0.mlp.gate_up_proj"])
-def test_a_public_checkpoint_with_an_unknown_algorithm(stock, wrapped, layer):
-    name = f"public/mix-nested-step35-flash-w8a8sq/linear {layer}"
-    assert (
-        f"AlgorithmError: layer {layer}: the checkpoint quantises it with W8A8_SQ_PER_CHANNEL" in wrapped[name]["error"]
-    )
-    assert stock[name]["method"] == "UnquantizedLinearMethod"
-
-
-@pytest.mark.parametrize("name", ["mo-stub-nemotron3-super", "mo-nested-minimax-m21-gadflyii"])
-def test_a_file_that_does_not_say_enough(wrapped, name):
-    """Not taken for W4A4 on the word of such a file: vLLM does not recognise it, and refuses to be told."""
-    assert "does not match the quantization method specified" in wrapped[f"public/{name}/asked for"]["error"]
-    assert "has no parameter 'w2_input_scale'" in wrapped["public/unrecognised"]["error"]
-
-
-def test_tiny_checkpoint_with_one_value_for_gate_up(stock, wrapped):
-    """GLM's own model class, from a checkpoint that `python -m overlay tiny` wrote."""
-    before, after = stock["tiny/genuine_w4a4"], wrapped["tiny/genuine_w4a4"]
-    assert len(experts(after)) == 3
-    assert not any(is_sane(layer) for layer in experts(before))
-    assert all(is_sane(layer) for layer in experts(after))
-    assert len([line for line in after["log"] if "layers 1-3: one value for gate and up" in line]) == 2
-    assert not [line for line in after["log"] if "no usable value" in line]
-
-
-def test_tiny_checkpoint_with_an_unknown_algorithm(stock, wrapped):
-    """The configuration excludes the layer as well; vLLM follows that and would load int8 bytes as bf16 numbers."""
-    assert "error" not in stock["tiny/mixed_precision_unknown"]
-    assert wrapped["tiny/mixed_precision_unknown"]["error"].startswith("AlgorithmError: layer model.layers.0.mlp.")
-
-
-def test_the_probe_without_a_gpu(stock, wrapped):
-    """Every case is right with the overlay; without it, those that it cures are wrong."""
-    assert all(row["ok"] for row in wrapped["probe"]["rows"])
-    assert {row["backend"] for row in wrapped["probe"]["rows"]} == {
-        "FLASHINFER_CUTLASS",
-        "VLLM_CUTLASS",
-        "MARLIN",
-        "EMULATION",
-    }
-    wrong = {row["checkpoint"] for row in stock["probe"]["rows"] if row["ok"] is False}
-    assert {"gate and up apart", "weight-only"} <= wrong
-    assert "complete" not in wrong
-
-
-def test_the_probe_sees_a_planted_scale(wrapped):
-    """It points the right way, which is why direction is not enough."""
-    planted = [row for row in wrapped["probe planted"]["rows"] if row["quantity"] == "w2 weights"]
-    assert {row["backend"] for row in planted} == {"VLLM_CUTLASS", "MARLIN"}
-    for row in planted:
-        assert row["ok"] is False
-        assert row["cosine"] == pytest.approx(1.0)
-        assert row["magnitude"] == pytest.approx(25.0)
 
 
 def test_outcomes_are_of_both_kinds(stock, wrapped):

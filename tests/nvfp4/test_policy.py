@@ -40,7 +40,8 @@ def test_settings_that_can_be_followed(setting):
 
 
 def test_one_parameter_without_any_scale_is_enough_to_route():
-    assert settle(SUBJECT, readings([0.01, 0.01], [NAN, NAN]), Policy(), False).route
+    settlement = settle(SUBJECT, readings([0.01, 0.01], [NAN, NAN]), Policy(), False)
+    assert (settlement.route, settlement.missing) == (True, "w1")
     assert settle(SUBJECT, readings([0.01, 0.01], [0.01, 0.01]), Policy(), missing_elsewhere=True).route
 
 
@@ -173,5 +174,8 @@ def test_experts_of_mixed_groups():
     assert not promotion.is_weight_only(GROUPS)
     assert promotion.experts_are_weight_only(GROUPS, "model.layers.3.mlp.experts")
     assert not promotion.experts_are_weight_only(GROUPS[:1], "model.layers.3.mlp.experts")
+    one_by_itself = [{**group, "targets": group["targets"][0]} for group in GROUPS]
+    assert promotion.experts_are_weight_only(one_by_itself, "model.layers.3.mlp.experts")
+    assert not promotion.experts_are_weight_only(one_by_itself[:1], "model.layers.3.mlp.experts")
     both = [*GROUPS, {"targets": ["*experts*"], "input_activations": {"num_bits": 4}}]
     assert not promotion.experts_are_weight_only(both, "model.layers.3.mlp.experts")

@@ -1,0 +1,136 @@
+"""Reloads, flags, ranks, draft models, mixed precision, requantisation: where a scale is missing and it is no fault, or
+where what is done about one is not the layer's alone to decide.
+"""
+
+import pytest
+
+from tests.nvfp4.outcomes import FORMATS, experts, is_right, is_sane, is_weight_only, is_weight_only_linear, linears
+
+
+@pytest.mark.parametrize("form", FORMATS)
+class TestReload:
+    """Other weights for a model that is being served."""
+
+    def test_complete(self, stock, wrapped, form):
+        after = wrapped[f"{form}/reload complete"]
+        if form == "quark":
+            # Quark's input scales are copied twice, vLLM's counting takes the layer for complete before its last tensor
+            # arrives, and stock goes on with what was in memory.
+            assert "no usable value in w2_weight_scale_2, experts 3" in after["error"]
+            assert not all(is_sane(layer) for layer in experts(stock[f"{form}/reload complete"]))
+        else:
+            assert after["digests"] == stock[f"{form}/reload complete"]["digests"]
+            assert after["log"] == []
+
+    def test_dead_expert(self, wrapped, form):
+        after = wrapped[f"{form}/reload dead"]
+        if form == "quark":
+            assert "error" in after
+        else:
+            assert all(is_right(layer) for layer in experts(after))
+            assert [line for line in after["log"] if "experts 2; repaired" in line]
+
+    def test_a_layer_cannot_change_its_kind(self, stock, wrapped, form):
+        assert "no usable value after a reload" in wrapped[f"{form}/reload none"]["error"]
+        assert not any(is_right(layer) for layer in experts(stock[f"{form}/reload none"]))
+
+    def test_a_linear_layer_cannot_change_its_kind(self, stock, wrapped, form):
+        said = wrapped[f"{form}/reload linear"]["error"]
+        if form == "quark":  # it does not get that far: see test_complete
+            assert "w2_weight_scale_2" in said
+            return
+        assert "linear model.layers.1.self_attn.o_proj: no usable value after a reload in input_" in said
+        assert "was built for FlashInferCutlassNvFp4LinearKernel" in said
+        assert "error" not in stock[f"{form}/reload linear"]
+
+    def test_a_routed_layer_stays_routed(self, wrapped, form):
+        outcome = wrapped[f"{form}/reload routed"]
+        assert all(is_weight_only(layer) for layer in experts(outcome))
+        assert all(is_weight_only_linear(layer) for layer in linears(outcome))
+
+
+@pytest.mark.parametrize("backend", ["flashinfer_cutlass", "cutlass", "emulation"])
+def test_a_flag_that_needs_scales_is_refused(stock, wrapped, backend):
+    said = wrapped[f"flag/{backend}"]["error"]
+    assert said.startswith(
+        "ScaleError: ModelOpt experts model.layers.0.mlp.experts: no usable value in w13_input_scale"
+    )
+    assert f"--moe-backend {backend} quantises activations" in said
+    assert not any(is_sane(layer) for layer in experts(stock[f"flag/{backend}"]))
+
+
+def test_a_flag_for_16_bit_activations_is_left_alone(stock, wrapped):
+    assert wrapped["flag/marlin"]["digests"] == stock["flag/marlin"]["digests"]
+    assert wrapped["flag/marlin"]["log"] == []
+
+
+@pytest.mark.parametrize("backend", ["auto", "cutlass"])
+class TestExpertParallel:
+    """The first of two ranks, with experts 0 and 1; FlashInfer's scale spans both ranks, CUTLASS's one."""
+
+    def test_experts_of_other_ranks_are_not_missing(self, stock, wrapped, backend):
+        name = f"ranks/remote unloaded/{backend}"
+        assert all(is_right(layer) for layer in experts(wrapped[name]))
+        assert wrapped[name]["log"] == []
+        assert any(is_sane(layer) for layer in experts(stock[name])) == (backend == "cutlass")
+
+    def test_garbage_of_other_ranks_does_not_reach_the_shared_scale(self, wrapped, backend):
+        name = f"ranks/remote garbage/{backend}"
+        assert all(is_right(layer) for layer in experts(wrapped[name]))
+        assert bool(wrapped[name]["log"]) == (backend == "auto")
+
+    def test_a_dead_local_expert(self, wrapped, backend):
+        name = f"ranks/local dead/{backend}"
+        assert all(is_right(layer) for layer in experts(wrapped[name]))
+        assert [line for line in wrapped[name]["log"] if "experts 1; repaired" in line]
+
+
+def test_expert_parallel_weight_only(wrapped):
+    assert all(is_weight_only(layer) for layer in experts(wrapped["ranks/none"]))
+
+
+def test_expert_parallel_complete(stock, wrapped):
+    assert wrapped["ranks/complete"]["digests"] == stock["ranks/complete"]["digests"]
+
+
+def test_a_draft_head_is_not_a_missing_scale(stock, wrapped):
+    """vLLM replaces it by the target's head after loading (vllm-project/vllm#57532)."""
+    assert "was never loaded (still NaN)" in stock["draft head"]["error"]
+    assert all(is_right(layer) for layer in experts(wrapped["draft head"]))
+    assert [line for line in wrapped["draft head"]["log"] if "lm_head: nothing was loaded" in line]
+    assert "ScaleError: ModelOpt linear lm_head: nothing was loaded" in wrapped["missing head"]["error"]
+
+
+def test_a_layer_without_a_name(stock, wrapped):
+    assert stock["nameless"]["kernel"] != "MarlinNvFp4LinearKernel"
+    assert wrapped["nameless"]["kernel"] == "MarlinNvFp4LinearKernel"
+    assert [line for line in wrapped["nameless"]["log"] if "a ReplicatedLinear without a name" in line]
+
+
+def test_mixed_precision(stock, wrapped):
+    assert wrapped["mixed/complete"]["digests"] == stock["mixed/complete"]["digests"]
+    assert all(is_weight_only(layer) for layer in experts(wrapped["mixed/none"]))
+    assert not any(is_sane(layer) for layer in experts(stock["mixed/none"]))
+
+
+def test_an_unknown_algorithm_names_the_layer(wrapped):
+    said = wrapped["mixed/unknown"]["error"]
+    assert said.startswith("AlgorithmError: layer model.layers.1.self_attn.o_proj:")
+    assert "W8A8_SQ_PER_CHANNEL" in said
+
+
+def test_online_requantisation_reads_no_unloaded_scale(stock, wrapped):
+    assert wrapped["requantise"] == stock["requantise"]
+    assert stock["requantise without a scale"]["largest"] > 1e30
+    assert "no usable value in w2_weight_scale_2, experts 1" in wrapped["requantise without a scale"]["error"]
+
+
+def test_preprocessed_weights_are_not_looked_at(stock, wrapped):
+    assert wrapped["preprocessed"]["error"] == stock["preprocessed"]["error"]
+    assert "pre-processed weights require FLASHINFER_TRTLLM" in wrapped["preprocessed"]["error"]
+
+
+def test_marlins_line_about_the_gpu(stock, wrapped):
+    assert "Your GPU does not have native support for FP4" in stock["marlin"]["said"][0]
+    (line,) = wrapped["marlin"]["said"]
+    assert "This GPU has FP4 tensor cores" in line
