@@ -49,6 +49,7 @@ def check(recipe: Recipe, model: Path | None, progress: Callable[[str], None] = 
     if sources is None:
         raise RecipeError("a recipe is checked against the installed vLLM, and none is installed: pip install vllm")
     release = parse_release(sources.version)
+    progress("vLLM's argument parser, for every command line of the recipe")
     findings = [*_accepted(recipe, release), *_names(recipe, release, sources)]
     column = rehearse(recipe, release, model, progress)
     return [*findings, *plan(column, published=model is None)]
