@@ -42,7 +42,7 @@ bench: $(READY) ## the kernel against this GPU's limits and its peers, kept in d
 	$(PY) -m overlay bench --check
 
 bundle: $(READY) ## a folder for containers in OUT=build/bundle; for another image: PYTHON=3.12 PLATFORM=aarch64 CUDA=13
-	$(PY) -m overlay bundle $(or $(OUT),build/bundle) $(if $(PYTHON),--python $(PYTHON)) $(if $(PLATFORM),--platform $(PLATFORM)) $(if $(CUDA),--cuda $(CUDA))
+	$(PY) -m overlay bundle "$(or $(OUT),build/bundle)" $(if $(PYTHON),--python $(PYTHON)) $(if $(PLATFORM),--platform $(PLATFORM)) $(if $(CUDA),--cuda $(CUDA))
 
 lint: $(READY) ## ruff: rules and formatting
 	$(PY) -m ruff check .
