@@ -18,20 +18,14 @@ __device__ __forceinline__ void scan_columns(Shared<S>& sm, const int* __restric
     for (int i = 0; i < kBatch; ++i) {
       const int word = first + i * S::kWarps;
       const u32 bits = __ballot_sync(kFullWarp, static_cast<u32>(row[i]) < static_cast<u32>(rows));
-      if (lane == 0 && word * 32 < columns) sm.live[word] = bits;
+      if (lane == 0 && word * 32 < columns) reinterpret_cast<u32*>(sm.live)[word] = bits;
     }
   }
 }
 
-// Live rows of a tile, bit per row.
-template <class S>
-__device__ __forceinline__ u32 live_rows(const Shared<S>& sm, int tile) {
-  if constexpr (S::kRows == 32) return sm.live[tile];
-  return (sm.live[tile / 2] >> (16 * (tile % 2))) & 0xffffu;
-}
-
-// One warp lists the tiles that have a live row, in order. Skipping the others is what makes a short context cheap: vLLM's index
-// rows are 2176 wide whatever the context.
+// One warp lists the tiles that have a live row, in order, with their live rows. Skipping the others is what makes a short context
+// cheap: vLLM's index rows are 2176 wide whatever the context. The masks take the place of the bit map, from its start on: a tile
+// never moves back.
 template <class S>
 __device__ __forceinline__ void list_live_tiles(Shared<S>& sm, int columns) {
   const int lane = threadIdx.x % 32;
@@ -39,28 +33,40 @@ __device__ __forceinline__ void list_live_tiles(Shared<S>& sm, int columns) {
   int count = 0;
   for (int base = 0; base < tiles; base += 32) {
     const int tile = base + lane;
-    const bool live = tile < tiles && live_rows(sm, tile) != 0;
-    const u32 votes = __ballot_sync(kFullWarp, live);
-    if (live) sm.list[count + __popc(votes & ((1u << lane) - 1))] = static_cast<u16>(tile);
+    const auto rows = tile < tiles ? sm.live[tile] : 0;
+    const u32 votes = __ballot_sync(kFullWarp, rows != 0);
+    if (rows != 0) {
+      const int position = count + __popc(votes & ((1u << lane) - 1));
+      sm.list[position] = static_cast<u16>(tile);
+      sm.live[position] = rows;
+    }
     count += __popc(votes);
+    __syncwarp();
   }
   if (lane == 0) sm.tiles_live = count;
 }
 
-// A column outside the row, in the last tile, must not pass for index 0.
+// An index that names no row: of columns outside the index row, and of tiles after the last one.
 constexpr int kNoRow = -1;
 
-// Fetches the indices of 32 columns, one or two live tiles from number `position` on, into the ring. One warp does it; the copies
-// travel with that warp's next group.
+// Where the index of a row of a tile stands in the ring: those of one lane of a gather stand together.
 template <class S>
-__device__ __forceinline__ void prefetch_indices(Shared<S>& sm, const int* __restrict__ idx, int columns, int position, int tiles) {
+__device__ __forceinline__ int ring_entry(int row) {
+  constexpr int kGroupRows = S::kRows / S::kGroups;
+  return row / kGroupRows * kGroupRows + row % 4 * (kGroupRows / 4) + row % kGroupRows / 4;
+}
+
+// Fetches the indices of 32 columns, one or two of a stream's tiles from number `position` on, into its ring. One warp does it;
+// the copies travel with that warp's next group. `tiles` are those of the stream.
+template <class S>
+__device__ __forceinline__ void prefetch_indices(Shared<S>& sm, int stream, int position, int tiles) {
   const int lane = threadIdx.x % 32, row = lane % S::kRows;
   position += lane / S::kRows;
-  if (position >= tiles) return;
-  const int column = sm.list[position] * S::kRows + row;
-  int* entry = &sm.ring[position % S::kRing][row];
+  int* entry = &sm.ring[stream][position % S::kIndexTiles][ring_entry<S>(row)];
+  const int columns = sm.columns;
+  const int column = position < tiles ? sm.list[position * S::kStreams + stream] * S::kRows + row : columns;
   if (column < columns) {
-    copy4_async(shared_address(entry), idx + column);
+    copy4_async(shared_address(entry), sm.indices + column);
   } else {
     *entry = kNoRow;
   }
@@ -70,10 +76,9 @@ __device__ __forceinline__ void prefetch_indices(Shared<S>& sm, const int* __res
 template <class S>
 __device__ __forceinline__ void fill_ring(Shared<S>& sm, const int* __restrict__ idx, int columns, int tiles) {
 #pragma unroll
-  for (int i = threadIdx.x; i < S::kRing * S::kRows; i += S::kThreads) {
+  for (int i = threadIdx.x; i < kAheadColumns; i += S::kThreads) {
     const int position = i / S::kRows, row = i % S::kRows;
-    if (position >= tiles) break;
-    const int column = sm.list[position] * S::kRows + row;
-    sm.ring[position][row] = column < columns ? __ldg(idx + column) : kNoRow;
+    const int column = position < tiles ? sm.list[position] * S::kRows + row : columns;
+    sm.ring[position % S::kStreams][position / S::kStreams][ring_entry<S>(row)] = column < columns ? __ldg(idx + column) : kNoRow;
   }
 }

@@ -7,74 +7,78 @@ __device__ __forceinline__ u32 swizzled(int row, int chunk, int row_bytes) {
   return static_cast<u32>(row * row_bytes + ((chunk ^ (row & 7)) << 4));
 }
 
-// What a lane copies of one tile: one chunk of each of its rows.
+// Distance of a piece from the start of its ring: `first` is the place of its tile's first piece.
+template <class S>
+__device__ __forceinline__ u32 piece_offset(int first, int piece) {
+  int place = first + piece;
+  if (S::kRing % S::kPieces != 0 && place >= S::kRing) place -= S::kRing;
+  return place * S::kPieceBytes;
+}
+
+// What a lane copies of a piece: one chunk of every fourth row.
 template <class S>
 struct TileRows {
-  static constexpr int kLanesPerRow = S::kRowChunks;
-  static constexpr int kCount = S::kRows / S::kGroups / (32 / kLanesPerRow);
+  static constexpr int kCount = S::kRows / S::kGroups / 4;
   int row[kCount];
 
-  __device__ __forceinline__ static int chunk() { return threadIdx.x % 32 % kLanesPerRow; }
-  __device__ __forceinline__ static int first(int group) {
-    return group * (S::kRows / S::kGroups) + threadIdx.x % 32 / kLanesPerRow * kCount;
-  }
-
-  // From the ring, apart from the copies: the compiler may not move a load over a copy, and eight times the latency of shared
-  // memory one after the other cost more than the products.
-  __device__ __forceinline__ void read(const Shared<S>& sm, int group, int position) {
-    const int2* indices = reinterpret_cast<const int2*>(&sm.ring[position % S::kRing][first(group)]);
+  // From the index ring, apart from the copies: the compiler may not move a load over a copy, and eight times the latency of
+  // shared memory one after the other cost more than the products.
+  __device__ __forceinline__ void read(const Shared<S>& sm, const Place<S>& place, int position) {
+    const int first = place.group * (S::kRows / S::kGroups) + threadIdx.x % 32 / 8 * kCount;
+    const int* entries = &sm.ring[place.stream][position % S::kIndexTiles][first];
+    if constexpr (kCount == 2) {
+      const int2 pair = *reinterpret_cast<const int2*>(entries);
+      row[0] = pair.x;
+      row[1] = pair.y;
+    } else {
 #pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) {
-      const int2 pair = indices[i];
-      row[2 * i] = pair.x;
-      row[2 * i + 1] = pair.y;
+      for (int i = 0; i < kCount; i += 4) {
+        const int4 four = *reinterpret_cast<const int4*>(entries + i);
+        row[i] = four.x;
+        row[i + 1] = four.y;
+        row[i + 2] = four.z;
+        row[i + 3] = four.w;
+      }
     }
   }
 };
 
-// The latent rows as one lane sees them.
+// The latent rows as one lane sees them, and where it puts them.
 struct Source {
   const u8* base;  // this lane's chunk of row 0
   u32 stride;
   u32 rows;
+  u32 target;  // shared address of the lane's first chunk in the first piece of the ring
 };
 
-// This warp's share of a tile: its slice of the rows, or half of the rows when two warps share the slice. Rows without a valid
-// index become zeros and are never read. Always commits a group, so that the count of groups says which tile has arrived.
+// This warp's share of one piece, `offset` from the start of the ring: all its rows, or half of them when two warps share the
+// slice. Rows without a valid index become zeros and are never read. The rows of a lane are four apart, so the swizzle of their
+// chunk differs in one bit. Commits a group: the count of groups says which piece has arrived.
 template <class S>
-__device__ __forceinline__ void gather_tile(Shared<S>& sm, const Source& source, int slice, int group, int position, int tiles,
-                                            const TileRows<S>& rows) {
-  if (position < tiles) {
-    const int first = TileRows<S>::first(group), chunk = TileRows<S>::chunk();
-    const u32 slot = shared_address(&sm.tiles[slice][position % S::kSlots * S::kTileBytes]);
+__device__ __forceinline__ void gather_piece(const Source& source, u32 offset, int piece, const TileRows<S>& rows) {
 #pragma unroll
-    for (int i = 0; i < TileRows<S>::kCount; ++i) {
-      const u32 row = rows.row[i];
-      copy16_async(slot + swizzled(first + i, chunk, S::kSliceBytes), source.base + static_cast<u64>(row) * source.stride,
-                   row < source.rows);
-    }
+  for (int i = 0; i < TileRows<S>::kCount; ++i) {
+    const u32 row = rows.row[i];
+    copy16_async((source.target ^ (i % 2 << 6)) + offset + i * 4 * kPieceRowBytes,
+                 source.base + static_cast<u64>(row) * source.stride + piece * kPieceRowBytes, row < source.rows);
   }
   commit_copies();
-}
-
-// Where the warp stages rows of 128 bf16 elements, one per head of its group: queries before, outputs after the tiles.
-template <class S>
-__device__ __forceinline__ u8* staging(Shared<S>& sm, int slice, int group) {
-  return &sm.tiles[slice][group * S::kGroupHeads * kSliceDims * 2];
 }
 
 // Q of the warp's heads and slice into its staging area; heads beyond `heads` become zeros. Strides in bytes.
 template <class S>
 __device__ __forceinline__ void stage_query(u8* stage, const u8* __restrict__ q, i64 head_stride, int heads) {
-  const int lane = threadIdx.x % 32, chunk = lane % 16;
+  constexpr int kChunks = S::kSliceDims / 8, kTogether = 32 / kChunks;
+  const int lane = threadIdx.x % 32, chunk = lane % kChunks;
 #pragma unroll
-  for (int head = lane / 16; head < S::kGroupHeads; head += 2) {
+  for (int head = lane / kChunks; head < S::kGroupHeads; head += kTogether) {
     const bool on = head < heads;
-    copy16_async(shared_address(stage) + swizzled(head, chunk, 256), q + (on ? head * head_stride : 0) + 16 * chunk, on);
+    copy16_async(shared_address(stage) + swizzled(head, chunk, S::kSliceDims * 2), q + (on ? head * head_stride : 0) + 16 * chunk, on);
   }
   commit_copies();
 }
 
+// A quarter of the output, staged as rows of 128 bf16 elements, to global memory.
 template <class S>
 __device__ __forceinline__ void store_output(const u8* stage, u8* __restrict__ out, i64 head_stride, int heads) {
   const int lane = threadIdx.x % 32, chunk = lane % 16;

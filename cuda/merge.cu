@@ -28,11 +28,11 @@ extern "C" __global__ void __launch_bounds__(32 * kMergeWarps)
   const int token = blockIdx.x / head_tiles / head_blocks;
   const i64 first_block = static_cast<i64>(token) * splits * head_blocks + head_block;
 
-  const int fragment = blockIdx.y * kMergeWarps + warp, slice = fragment / kDimTiles, d = fragment % kDimTiles;
+  const int fragment = blockIdx.y * kMergeWarps + warp;  // of the 32 tiles of 16 dims
   const int group = head_tile / group_tiles;
   const i64 step = static_cast<i64>(head_blocks) * block_heads * (kLatent / 4);
   const float4* source = partial_output + first_block * block_heads * (kLatent / 4) +
-                         (((group * kSlices + slice) * kDimTiles + d) * group_tiles + head_tile % group_tiles) * 32 + lane;
+                         ((group * (kLatent / 16) + fragment) * group_tiles + head_tile % group_tiles) * 32 + lane;
   float4 part[kInFlight];
   fetch(part, source, step, splits);  // before anything else: a merge is two latencies long, or three
   for (int i = threadIdx.x; i < splits * 8; i += 32 * kMergeWarps) {
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(32 * kMergeWarps)
       if (row + 2 * j + i < heads) lse[token * lse_stride + row + 2 * j + i] = natural_lse(maximum[i], sum[i]);
     }
   }
-  u8* target = out + token * out_token_stride + (slice * kSliceDims + 16 * d) * 2;
+  u8* target = out + token * out_token_stride + fragment * 16 * 2;
   if (paired_dims) {  // fp8: this lane holds dims 2c and 2c+1 of heads 2j and 2j+1
     const u32 even = pack_bf16(merged[0] * norm[0], merged[2] * norm[0]), odd = pack_bf16(merged[1] * norm[1], merged[3] * norm[1]);
     if (row + 2 * j < heads) *reinterpret_cast<u32*>(target + (row + 2 * j) * out_head_stride + 4 * c) = even;

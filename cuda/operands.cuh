@@ -8,16 +8,16 @@
 #pragma once
 #include "gather.cuh"
 
-constexpr int kDimTiles = kSliceDims / 16;  // k16 steps of the scores, m16 tiles of the values
-
 template <class S>
-using Query = u32[kDimTiles][S::kHeadTiles][2];
+using Query = u32[S::kDimTiles][S::kHeadTiles][2];
 template <class S>
 using Scores = float[S::kRowTiles][S::kHeadTiles][4];
 template <class S>
 using Weights = u32[S::kRowTiles][S::kHeadTiles][2];
 template <class S>
-using Output = float[kDimTiles][S::kHeadTiles][4];
+using Output = float[S::kDimTiles][S::kHeadTiles][4];
+template <class S>
+using Quarter = float[kQuarterTiles][S::kHeadTiles][4];
 
 // --- Q -----------------------------------------------------------------------------------------------------------------------
 
@@ -25,23 +25,25 @@ using Output = float[kDimTiles][S::kHeadTiles][4];
 // lane j of four holds dims 4j to 4j+3 of a k16 step as k = 2j, 2j+1, 2j+8, 2j+9. The order of k is free as long as both
 // operands agree, and this one needs no shuffle of bytes.
 template <class S>
-__device__ __forceinline__ void load_query(Query<S>& q, const u8* stage) {
+__device__ __forceinline__ void load_query(Query<S>& q, const u8* stage, const Place<S>& place) {
+  constexpr int kRowBytes = S::kSliceDims * 2;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < S::kHeadTiles; ++n) {
+    const int first = 8 * place.head_tile(n);
     if constexpr (S::kFp8) {
 #pragma unroll
-      for (int k = 0; k < kDimTiles; ++k) {
-        const int head = 8 * n + lane / 4, j = lane % 4;
-        const uint2 pairs = *reinterpret_cast<const uint2*>(stage + swizzled(head, 2 * k + j / 2, 256) + 8 * (j % 2));
+      for (int k = 0; k < S::kDimTiles; ++k) {
+        const int head = first + lane / 4, j = lane % 4;
+        const uint2 pairs = *reinterpret_cast<const uint2*>(stage + swizzled(head, 2 * k + j / 2, kRowBytes) + 8 * (j % 2));
         q[k][n][0] = pairs.x;
         q[k][n][1] = pairs.y;
       }
     } else {
 #pragma unroll
-      for (int k = 0; k < kDimTiles; k += 2) {
+      for (int k = 0; k < S::kDimTiles; k += 2) {
         u32 fragment[4];
-        load_matrices(fragment, shared_address(stage) + swizzled(8 * n + lane % 8, 2 * k + lane / 8, 256));
+        load_matrices(fragment, shared_address(stage) + swizzled(first + lane % 8, 2 * k + lane / 8, kRowBytes));
         q[k][n][0] = fragment[0];
         q[k][n][1] = fragment[1];
         q[k + 1][n][0] = fragment[2];
@@ -53,19 +55,20 @@ __device__ __forceinline__ void load_query(Query<S>& q, const u8* stage) {
 
 // fp8 only: the largest magnitude of each head over this warp's slice. Bits of non-negative floats order like the floats.
 template <class S>
-__device__ __forceinline__ void publish_query_max(Shared<S>& sm, const Query<S>& q, int slice, int group) {
+__device__ __forceinline__ void publish_query_max(Shared<S>& sm, const Query<S>& q, const Place<S>& place) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < S::kHeadTiles; ++n) {
     u32 largest = 0;
 #pragma unroll
-    for (int k = 0; k < kDimTiles; ++k) {
+    for (int k = 0; k < S::kDimTiles; ++k) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) largest = max(largest, max(q[k][n][i] << 16 & 0x7fff0000u, q[k][n][i] & 0x7fff0000u));
     }
     largest = max(largest, __shfl_xor_sync(kFullWarp, largest, 1));
     largest = max(largest, __shfl_xor_sync(kFullWarp, largest, 2));
-    if (lane % 4 == 0) sm.query_max[slice][group * S::kGroupHeads + 8 * n + lane / 4] = largest;
+    const int head = place.group * S::kGroupHeads + 8 * place.head_tile(n) + lane / 4;
+    if (lane % 4 == 0 && place.stream == 0) sm.query_max(place.slice)[head] = largest;
   }
 }
 
@@ -75,7 +78,7 @@ template <class S>
 __device__ __forceinline__ u32 query_exponent(const Shared<S>& sm, int head) {
   u32 largest = 0;
 #pragma unroll
-  for (int slice = 0; slice < kSlices; ++slice) largest = max(largest, sm.query_max[slice][head]);
+  for (int slice = 0; slice < S::kSlices; ++slice) largest = max(largest, sm.query_max(slice)[head]);
   return max(largest >> 23, 15u);
 }
 
@@ -84,13 +87,14 @@ __device__ __forceinline__ float query_inverse_factor(u32 exponent) { return __u
 
 // fp8 only: Q from bf16 to scaled f16, in place.
 template <class S>
-__device__ __forceinline__ void convert_query(const Shared<S>& sm, Query<S>& q, int group) {
+__device__ __forceinline__ void convert_query(const Shared<S>& sm, Query<S>& q, const Place<S>& place) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < S::kHeadTiles; ++n) {
-    const float factor = query_factor(query_exponent(sm, group * S::kGroupHeads + 8 * n + lane / 4));
+    const int head = place.group * S::kGroupHeads + 8 * place.head_tile(n) + lane / 4;
+    const float factor = query_factor(query_exponent(sm, head));
 #pragma unroll
-    for (int k = 0; k < kDimTiles; ++k) {
+    for (int k = 0; k < S::kDimTiles; ++k) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) q[k][n][i] = pack_f16(low_bf16(q[k][n][i]) * factor, high_bf16(q[k][n][i]) * factor);
     }
@@ -108,80 +112,86 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], const u32 
   }
 }
 
-// Partial scores of this warp's slice. `tile` is the shared address of the slice of the tile, a multiple of 256.
+// A single accumulator is a chain of dependent MMAs. Where there are few of them side by side, more sets shorten the chain; from
+// four on they only cost registers.
 template <class S>
-__device__ __forceinline__ void multiply_keys(Scores<S>& s, const Query<S>& q, u32 tile) {
-  // A single accumulator is a chain of eight dependent MMAs. Where there are few of them side by side, more sets shorten the
-  // chain; from four on they only cost registers.
-  constexpr int kSets = S::kHeadTiles * S::kRowTiles >= 4 ? 1 : 4 / (S::kHeadTiles * S::kRowTiles);
+constexpr int kSets = S::kHeadTiles * S::kRowTiles >= 4 ? 1 : 4 / (S::kHeadTiles * S::kRowTiles);
+template <class S>
+using ScoreSets = float[kSets<S>][S::kHeadTiles][4];  // of one row tile
+
+// Where a lane finds its row of a fragment within a piece, of K (and of e4m3 V) and of V.
+__device__ __forceinline__ u32 keys_lane() { return swizzled(threadIdx.x % 16, threadIdx.x % 32 / 16, kPieceRowBytes); }
+__device__ __forceinline__ u32 values_lane() {
   const int lane = threadIdx.x % 32;
-  float sets[kSets][S::kRowTiles][S::kHeadTiles][4] = {};
+  return swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2, kPieceRowBytes);
+}
+
+// Adds piece `number`, `offset` from the start of the ring, to the partial scores of row tile `r`. `lane_row` is the lane's row in
+// the first piece: offsets are added to the swizzled address, not swizzled with it, so that its few values serve every piece.
+template <class S>
+__device__ __forceinline__ void multiply_keys(ScoreSets<S>& sets, const Query<S>& q, int r, u32 lane_row, u32 offset, int number) {
+  offset += r * 16 * kPieceRowBytes;
+  if constexpr (S::kFp8) {
 #pragma unroll
-  for (int r = 0; r < S::kRowTiles; ++r) {
-    const u32 row = tile + swizzled(16 * r + lane % 16, lane / 16, S::kSliceBytes);
-    if constexpr (S::kFp8) {
+    for (int step = 0; step < S::kPieceTiles; step += 2) {
+      const int k = number * S::kPieceTiles + step;
+      u32 bytes[4], even[4], odd[4];  // rows 0-7 and 8-15 of step k, then of step k + 1
+      load_matrices(bytes, (lane_row ^ (step << 4)) + offset);
+      unpack_e4m3(bytes[0], even[0], even[2]);
+      unpack_e4m3(bytes[1], even[1], even[3]);
+      unpack_e4m3(bytes[2], odd[0], odd[2]);
+      unpack_e4m3(bytes[3], odd[1], odd[3]);
 #pragma unroll
-      for (int k = 0; k < kDimTiles; k += 2) {
-        u32 bytes[4], even[4], odd[4];  // rows 0-7 and 8-15 of step k, then of step k + 1
-        load_matrices(bytes, row ^ (k << 4));
-        unpack_e4m3(bytes[0], even[0], even[2]);
-        unpack_e4m3(bytes[1], even[1], even[3]);
-        unpack_e4m3(bytes[2], odd[0], odd[2]);
-        unpack_e4m3(bytes[3], odd[1], odd[3]);
+      for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(sets[k % kSets<S>][n], even, q[k][n]);
 #pragma unroll
-        for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(sets[k % kSets][r][n], even, q[k][n]);
-#pragma unroll
-        for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(sets[(k + 1) % kSets][r][n], odd, q[k + 1][n]);
-      }
-    } else {
-#pragma unroll
-      for (int k = 0; k < kDimTiles; ++k) {
-        u32 keys[4];
-        load_matrices(keys, row ^ (k << 5));
-#pragma unroll
-        for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(sets[k % kSets][r][n], keys, q[k][n]);
-      }
+      for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(sets[(k + 1) % kSets<S>][n], odd, q[k + 1][n]);
     }
-  }
+  } else {
 #pragma unroll
-  for (int r = 0; r < S::kRowTiles; ++r) {
+    for (int step = 0; step < S::kPieceTiles; ++step) {
+      const int k = number * S::kPieceTiles + step;
+      u32 keys[4];
+      load_matrices(keys, (lane_row ^ (step << 5)) + offset);
 #pragma unroll
-    for (int n = 0; n < S::kHeadTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        s[r][n][i] = sets[0][r][n][i];
-        if constexpr (kSets == 2) s[r][n][i] += sets[1][r][n][i];
-        if constexpr (kSets == 4) s[r][n][i] = (s[r][n][i] + sets[1][r][n][i]) + (sets[2][r][n][i] + sets[3][r][n][i]);
-      }
+      for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(sets[k % kSets<S>][n], keys, q[k][n]);
     }
   }
 }
 
-// A operands of the second product for one row tile; e4m3 as it lies in memory, two tiles of 16 dims to four registers.
 template <class S>
-using Values = u32[kDimTiles / (S::kFp8 ? 2 : 1)][4];
+__device__ __forceinline__ void join_sets(float (&s)[S::kHeadTiles][4], const ScoreSets<S>& sets) {
+#pragma unroll
+  for (int n = 0; n < S::kHeadTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      s[n][i] = sets[0][n][i];
+      if constexpr (kSets<S> == 2) s[n][i] += sets[1][n][i];
+      if constexpr (kSets<S> == 4) s[n][i] = (s[n][i] + sets[1][n][i]) + (sets[2][n][i] + sets[3][n][i]);
+    }
+  }
+}
+
+// A operands of one step of the second product, some of the dims of a piece by one row tile; e4m3 as it lies in memory, two tiles
+// of 16 dims to four registers.
+template <class S>
+using Values = u32[S::kStepTiles / (S::kFp8 ? 2 : 1)][4];
 
 template <class S>
-__device__ __forceinline__ void load_values(Values<S>& v, int r, u32 tile) {
-  const int lane = threadIdx.x % 32;
-  if constexpr (S::kFp8) {
-    const u32 row = tile + swizzled(16 * r + lane % 16, lane / 16, S::kSliceBytes);
+__device__ __forceinline__ void load_values(Values<S>& v, int r, u32 lane_row, u32 offset, int first) {
+  offset += r * 16 * kPieceRowBytes;
 #pragma unroll
-    for (int d = 0; d < kDimTiles; d += 2) load_matrices_transposed(v[d / 2], row ^ (d << 4));
-  } else {
-    const u32 row = tile + swizzled(16 * r + lane % 8 + lane / 16 * 8, lane / 8 % 2, S::kSliceBytes);
-#pragma unroll
-    for (int d = 0; d < kDimTiles; ++d) load_matrices_transposed(v[d], row ^ (d << 5));
+  for (int d = 0; d < S::kStepTiles; d += S::kFp8 ? 2 : 1) {
+    load_matrices_transposed(v[S::kFp8 ? d / 2 : d], (lane_row ^ ((first + d) << (S::kFp8 ? 4 : 5))) + offset);
   }
 }
 
 // o += V^T P^T over one row tile. An e4m3 fragment holds two rows of two neighbouring dims: one byte permutation pairs the rows,
 // so dim 2c of a tile of 16 becomes row c of the MMA and dim 2c+1 row c+8.
 template <class S>
-__device__ __forceinline__ void multiply_values(Output<S>& o, const Weights<S>& p, int r, const Values<S>& v) {
+__device__ __forceinline__ void multiply_values(Output<S>& o, const Weights<S>& p, int r, const Values<S>& v, int first) {
   if constexpr (S::kFp8) {
 #pragma unroll
-    for (int d = 0; d < kDimTiles; d += 2) {
+    for (int d = 0; d < S::kStepTiles; d += 2) {
       const u32(&bytes)[4] = v[d / 2];
       u32 even[4], odd[4];
       unpack_e4m3(__byte_perm(bytes[0], 0, 0x3120), even[0], even[1]);
@@ -189,37 +199,39 @@ __device__ __forceinline__ void multiply_values(Output<S>& o, const Weights<S>& 
       unpack_e4m3(__byte_perm(bytes[2], 0, 0x3120), odd[0], odd[1]);
       unpack_e4m3(__byte_perm(bytes[3], 0, 0x3120), odd[2], odd[3]);
 #pragma unroll
-      for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(o[d][n], even, p[r][n]);
+      for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(o[first + d][n], even, p[r][n]);
 #pragma unroll
-      for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(o[d + 1][n], odd, p[r][n]);
+      for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(o[first + d + 1][n], odd, p[r][n]);
     }
   } else {
 #pragma unroll
-    for (int d = 0; d < kDimTiles; ++d) {
+    for (int d = 0; d < S::kStepTiles; ++d) {
 #pragma unroll
-      for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(o[d][n], v[d], p[r][n]);
+      for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(o[first + d][n], v[d], p[r][n]);
     }
   }
 }
 
 // Output fragments, scaled per head, as bf16 rows into the staging area.
 template <class S>
-__device__ __forceinline__ void stage_output(u8* stage, const Output<S>& o, const float (&norm)[S::kHeadTiles][2]) {
+__device__ __forceinline__ void stage_output(u8* stage, const Quarter<S>& o, const float (&norm)[S::kHeadTiles][2],
+                                             const Place<S>& place) {
   const int lane = threadIdx.x % 32, c = lane / 4, j = lane % 4;
 #pragma unroll
   for (int n = 0; n < S::kHeadTiles; ++n) {
+    const int head = 8 * place.head_tile(n);
 #pragma unroll
-    for (int d = 0; d < kDimTiles; ++d) {
+    for (int d = 0; d < kQuarterTiles; ++d) {
       const float first = o[d][n][0] * norm[n][0], second = o[d][n][1] * norm[n][1];
       const float third = o[d][n][2] * norm[n][0], fourth = o[d][n][3] * norm[n][1];
       if constexpr (S::kFp8) {  // dims 16 d + 2 c and the next, heads 2 j and the next
         const int chunk = 2 * d + c / 4, byte = c % 4 * 4;
-        *reinterpret_cast<u32*>(stage + swizzled(8 * n + 2 * j, chunk, 256) + byte) = pack_bf16(first, third);
-        *reinterpret_cast<u32*>(stage + swizzled(8 * n + 2 * j + 1, chunk, 256) + byte) = pack_bf16(second, fourth);
+        *reinterpret_cast<u32*>(stage + swizzled(head + 2 * j, chunk, 256) + byte) = pack_bf16(first, third);
+        *reinterpret_cast<u32*>(stage + swizzled(head + 2 * j + 1, chunk, 256) + byte) = pack_bf16(second, fourth);
       } else {  // after the transposition: head c, dims 16 d + 2 j and the next, then the same plus 8
         const u32 lower = transpose_matrix(pack_bf16(first, second)), upper = transpose_matrix(pack_bf16(third, fourth));
-        *reinterpret_cast<u32*>(stage + swizzled(8 * n + c, 2 * d, 256) + 4 * j) = lower;
-        *reinterpret_cast<u32*>(stage + swizzled(8 * n + c, 2 * d + 1, 256) + 4 * j) = upper;
+        *reinterpret_cast<u32*>(stage + swizzled(head + c, 2 * d, 256) + 4 * j) = lower;
+        *reinterpret_cast<u32*>(stage + swizzled(head + c, 2 * d + 1, 256) + 4 * j) = upper;
       }
     }
   }

@@ -16,6 +16,11 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+// Keeps a value in its register: left alone, the compiler computes addresses anew from the thread's number at every use, which
+// took a third of the instructions of a tile.
+__device__ __forceinline__ void keep(u32& value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void keep(const u8*& pointer) { asm volatile("" : "+l"(pointer)); }
+
 // --- asynchronous copies -----------------------------------------------------------------------------------------------------
 
 // 16 bytes from global to shared memory past L1. With `live` false the source is not read and the destination becomes zeros.
@@ -43,6 +48,12 @@ __device__ __forceinline__ void wait_copies() {
 template <int Threads>
 __device__ __forceinline__ void named_barrier(int number) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(Threads) : "memory");
+}
+
+// Arrives there without waiting: `Threads` counts those that arrive and those that wait.
+template <int Threads>
+__device__ __forceinline__ void named_arrive(int number) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(Threads) : "memory");
 }
 
 // --- matrix fragments --------------------------------------------------------------------------------------------------------

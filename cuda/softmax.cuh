@@ -1,9 +1,9 @@
 // From partial scores to weights. Scores are in units of log2 after the folded scale.
 //
 // The running maximum is stale on purpose: it follows a score only when a weight relative to it would exceed a limit, so that the
-// output is rescaled a few times a row instead of at every small step. The limit is 2 for the first tiles and 256 later. With 256
-// throughout, the largest weights of a short row, exact when they are 1, were rounded like the others, and one row in ten
-// thousand missed a cosine of 0.999995; in a long row no single weight counts for so much.
+// output is rescaled a few times a row instead of at every small step. The limit is 256, and 2 for bf16 weights of short rows:
+// with 256 their largest weights, exact when they are 1, were rounded like the others, and one short row in ten thousand missed a
+// cosine of 0.999995. In a long row no single weight counts for so much, and f16 weights have three bits more.
 //
 // It starts at a finite number, and a masked row gets weight 0 from the mask, never from the difference of two sentinels: an
 // all-masked row gives exact zeros, not NaN.
@@ -11,9 +11,12 @@
 #include "operands.cuh"
 
 constexpr float kLowest = -1e30f;
-constexpr int kFirstTiles = 32;
+constexpr int kShortRow = 512;  // latent rows in the tiles of a block
 
-__device__ __forceinline__ float weight_limit(int tile) { return tile < kFirstTiles ? 2.0f : 256.0f; }
+template <class S>
+__device__ __forceinline__ float weight_limit(int rows) {
+  return S::kFp8 || rows >= kShortRow ? 256.0f : 2.0f;
+}
 
 // Log-sum-exp of an index row from its maximum, in units of log2, and the sum of its weights.
 __device__ __forceinline__ float natural_lse(float maximum, float sum) {
@@ -46,43 +49,56 @@ struct Running {
   }
 };
 
+__device__ __forceinline__ void add_fragment(float (&s)[4], const float4& part) {
+  s[0] += part.x;
+  s[1] += part.y;
+  s[2] += part.z;
+  s[3] += part.w;
+}
+
+// Replicated: this warp's partial scores for the other slice of its stream, in one of its buffers.
 template <class S>
-__device__ __forceinline__ void publish_scores(Shared<S>& sm, const Scores<S>& s, int buffer, int slice) {
+__device__ __forceinline__ void publish_scores(Shared<S>& sm, const Scores<S>& s, int buffer, const Place<S>& place) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < S::kRowTiles; ++r) {
 #pragma unroll
     for (int n = 0; n < S::kHeadTiles; ++n) {
-      sm.partial[buffer][slice][r][n][lane] = make_float4(s[r][n][0], s[r][n][1], s[r][n][2], s[r][n][3]);
+      sm.partial[buffer][place.stream][place.slice][r][n][lane] = make_float4(s[r][n][0], s[r][n][1], s[r][n][2], s[r][n][3]);
     }
   }
 }
 
-// One fragment summed over the slices, always in the same order.
+// Replicated: the scores over both slices. A sum of two has the same bits in either order, so both warps go on alike.
 template <class S>
-__device__ __forceinline__ void sum_fragment(float (&s)[4], const Shared<S>& sm, int buffer, int r, int n) {
+__device__ __forceinline__ void add_partner(Scores<S>& s, const Shared<S>& sm, int buffer, const Place<S>& place) {
+  static_assert(S::kSlices == 2, "with more slices the order of the sum matters");
   const int lane = threadIdx.x % 32;
-  float4 sum = sm.partial[buffer][0][r][n][lane];
-#pragma unroll
-  for (int slice = 1; slice < kSlices; ++slice) {
-    const float4 part = sm.partial[buffer][slice][r][n][lane];
-    sum.x += part.x;
-    sum.y += part.y;
-    sum.z += part.z;
-    sum.w += part.w;
-  }
-  s[0] = sum.x;
-  s[1] = sum.y;
-  s[2] = sum.z;
-  s[3] = sum.w;
-}
-
-template <class S>
-__device__ __forceinline__ void sum_scores(Scores<S>& s, const Shared<S>& sm, int buffer) {
 #pragma unroll
   for (int r = 0; r < S::kRowTiles; ++r) {
 #pragma unroll
-    for (int n = 0; n < S::kHeadTiles; ++n) sum_fragment(s[r][n], sm, buffer, r, n);
+    for (int n = 0; n < S::kHeadTiles; ++n) add_fragment(s[r][n], sm.partial[buffer][place.stream][1 - place.slice][r][n][lane]);
+  }
+}
+
+// Not replicated: this warp's partial scores of one row tile, each head tile to its owner. Its own one, number 0, stays.
+template <class S>
+__device__ __forceinline__ void deal_scores(Shared<S>& sm, const float (&s)[S::kHeadTiles][4], int buffer, int r, const Place<S>& place) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 1; n < S::kHeadTiles; ++n) {
+    sm.partial[buffer][place.group][place.head_tile(n)][r][n - 1][lane] = make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
+  }
+}
+
+// Not replicated: the scores of the head tile that this warp owns, from its own partial ones and those dealt to it.
+template <class S>
+__device__ __forceinline__ void add_dealt(float (&s)[S::kRowTiles][1][4], const Shared<S>& sm, int buffer, const Place<S>& place) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < S::kRowTiles; ++r) {
+#pragma unroll
+    for (int i = 0; i < S::kPartialTiles; ++i) add_fragment(s[r][0], sm.partial[buffer][place.group][place.slice][r][i][lane]);
   }
 }
 
@@ -156,7 +172,7 @@ __device__ __forceinline__ uint2 take_weights(const float (&w)[4], Running<HeadT
 template <class S>
 __device__ __forceinline__ void rescale_output(Output<S>& o, int n, float first, float second) {
 #pragma unroll
-  for (int d = 0; d < kDimTiles; ++d) {
+  for (int d = 0; d < S::kDimTiles; ++d) {
     o[d][n][0] *= first;
     o[d][n][1] *= second;
     o[d][n][2] *= first;
@@ -189,56 +205,60 @@ __device__ __forceinline__ void weigh_all(const Scores<S>& s, const float (&scal
   }
 }
 
-// The warp of slice i finishes head tile i of its group and leaves weights and decision in shared memory.
+// Not replicated: a warp keeps the weights of the head tile that it owns as its head tile 0, and leaves them, and what it decided,
+// to the others. `set` says where.
 template <class S>
-__device__ __forceinline__ void weigh_own(Shared<S>& sm, int slice, int group, const float (&scale)[1][2], u32 live, float limit,
-                                          Running<1>& running) {
-  const int lane = threadIdx.x % 32;
-  float s[S::kRowTiles][1][4], w[S::kRowTiles][1][4];
-#pragma unroll
-  for (int r = 0; r < S::kRowTiles; ++r) sum_fragment(s[r][0], sm, group, r, slice);
+__device__ __forceinline__ bool weigh_own(Shared<S>& sm, const float (&s)[S::kRowTiles][1][4], int set, const Place<S>& place,
+                                          const float (&scale)[1][2], u32 live, float limit, Running<1>& running, Weights<S>& p) {
+  const int lane = threadIdx.x % 32, slice = place.slice, group = place.group;
+  float w[S::kRowTiles][1][4];
   const bool grown = __any_sync(kFullWarp, exponentiate(w, running, scale, s, live) > limit);
   if (grown) {
     float factor[1][2];
     raise_maxima(running, scale, s, live, factor);
     if (lane < 4) {
-      float* rescale = &sm.rescale[group * S::kGroupHeads + 8 * slice + 2 * lane];
+      float* rescale = &sm.rescale[set][group * S::kGroupHeads + 8 * slice + 2 * lane];
       rescale[0] = factor[0][0];
       rescale[1] = factor[0][1];
     }
     exponentiate(w, running, scale, s, live);
   }
-  if (lane == 0) sm.grown[group][slice] = grown;
+  if (lane == 0) sm.grown[set][group][slice] = grown;
 #pragma unroll
   for (int r = 0; r < S::kRowTiles; ++r) {
     const uint2 pair = take_weights<S>(w[r][0], running, 0);
-    reinterpret_cast<uint2*>(&sm.weights[group][r][slice / 2][lane])[slice % 2] = pair;
+    p[r][0][0] = pair.x;
+    p[r][0][1] = pair.y;
+    sm.weights[set][group][r][slice][lane] = pair;
   }
+  return grown;
 }
 
-// What the owners left, after a barrier.
+// The weights that the other owners left, after a barrier.
 template <class S>
-__device__ __forceinline__ void collect_weights(const Shared<S>& sm, int group, Output<S>& o, Weights<S>& p) {
-  const int lane = threadIdx.x % 32;
-  const int4 grown = *reinterpret_cast<const int4*>(sm.grown[group]);
+__device__ __forceinline__ void collect_weights(const Shared<S>& sm, int set, const Place<S>& place, Weights<S>& p) {
+  const int lane = threadIdx.x % 32, group = place.group;
 #pragma unroll
   for (int r = 0; r < S::kRowTiles; ++r) {
 #pragma unroll
-    for (int n = 0; n < S::kHeadTiles; n += 2) {
-      const uint4 pairs = sm.weights[group][r][n / 2][lane];
-      p[r][n][0] = pairs.x;
-      p[r][n][1] = pairs.y;
-      p[r][n + 1][0] = pairs.z;
-      p[r][n + 1][1] = pairs.w;
+    for (int n = 1; n < S::kHeadTiles; ++n) {
+      const uint2 pair = sm.weights[set][group][r][place.head_tile(n)][lane];
+      p[r][n][0] = pair.x;
+      p[r][n][1] = pair.y;
     }
   }
-  if (grown.x | grown.y | grown.z | grown.w) {
+}
+
+// Some owner of the block has raised its maxima.
+template <class S>
+__device__ __forceinline__ void follow_maxima(const Shared<S>& sm, int set, const Place<S>& place, Output<S>& o) {
+  const int lane = threadIdx.x % 32, group = place.group;
 #pragma unroll
-    for (int n = 0; n < S::kHeadTiles; ++n) {
-      if (sm.grown[group][n]) {
-        const float* rescale = &sm.rescale[group * S::kGroupHeads + 8 * n + 2 * (lane % 4)];
-        rescale_output<S>(o, n, rescale[0], rescale[1]);
-      }
+  for (int n = 0; n < S::kHeadTiles; ++n) {
+    const int tile = place.head_tile(n);
+    if (sm.grown[set][group][tile]) {
+      const float* rescale = &sm.rescale[set][group * S::kGroupHeads + 8 * tile + 2 * (lane % 4)];
+      rescale_output<S>(o, n, rescale[0], rescale[1]);
     }
   }
 }

@@ -30,34 +30,34 @@ struct SparseMla {
   float2* partial_sums;
 };
 
-// Writes the outcome of a block: either final rows, or fragments for the merge. `norm` is 1 / sum, or 0 for an empty row.
+// Writes this warp's quarter of the outcome: either final rows, or fragments for the merge. `norm` is 1 / sum, or 0 for an
+// empty row.
 template <class S>
-__device__ __forceinline__ void write_block(Shared<S>& sm, const SparseMla& a, const Output<S>& o, float (&norm)[S::kHeadTiles][2],
-                                            float kv_scale, int token, int head_block, int slice, int group) {
+__device__ __forceinline__ void write_quarter(u8* stage, const SparseMla& a, const Quarter<S>& o, float (&norm)[S::kHeadTiles][2],
+                                              float kv_scale, int token, int head_block, int quarter, const Place<S>& place) {
   const int lane = threadIdx.x % 32;
-  const int first_head = head_block * S::kHeads + group * S::kGroupHeads;
+  const int first_head = head_block * S::kHeads + place.group * S::kGroupHeads;
   if (gridDim.y == 1) {
 #pragma unroll
     for (int n = 0; n < S::kHeadTiles; ++n) {
       norm[n][0] *= kv_scale;
       norm[n][1] *= kv_scale;
     }
-    u8* stage = staging(sm, slice, group);
-    stage_output<S>(stage, o, norm);
+    stage_output<S>(stage, o, norm, place);
     __syncwarp();
-    u8* out = a.out + token * a.out_token_stride + first_head * a.out_head_stride + slice * kSliceDims * 2;
+    u8* out = a.out + token * a.out_token_stride + first_head * a.out_head_stride + quarter * kQuarterDims * 2;
     store_output<S>(stage, out, a.out_head_stride, a.heads - first_head);
     return;
   }
   const i64 block = (static_cast<i64>(token) * gridDim.y + blockIdx.y) * a.head_blocks + head_block;
-  constexpr int kFragments = kDimTiles * S::kHeadTiles * 32;
-  float4* partial = a.partial_output + (block * S::kWarps + group * kSlices + slice) * kFragments + lane;
+  constexpr int kFragments = kQuarterTiles * S::kHeadTiles * 32;
+  float4* partial = a.partial_output + (block * S::kGroups * kQuarters + place.group * kQuarters + quarter) * kFragments + lane;
 #pragma unroll
-  for (int d = 0; d < kDimTiles; ++d) {
+  for (int d = 0; d < kQuarterTiles; ++d) {
 #pragma unroll
     for (int n = 0; n < S::kHeadTiles; ++n) {
-      partial[(d * S::kHeadTiles + n) * 32] = make_float4(o[d][n][0] * kv_scale, o[d][n][1] * kv_scale, o[d][n][2] * kv_scale,
-                                                          o[d][n][3] * kv_scale);
+      partial[(d * S::kHeadTiles + place.head_tile(n)) * 32] =
+          make_float4(o[d][n][0] * kv_scale, o[d][n][1] * kv_scale, o[d][n][2] * kv_scale, o[d][n][3] * kv_scale);
     }
   }
 }
@@ -74,30 +74,109 @@ __device__ __forceinline__ void write_sums(const SparseMla& a, int token, int he
   }
 }
 
+// Two streams have summed different rows of the same heads and dims. Each hands one half of its dims to the other and keeps the
+// sum of the rest: `Kept` is the half.
+template <class S, int Kept>
+__device__ __forceinline__ void give_half(float4* given, const Output<S>& o, Quarter<S>& kept, const float (&factor)[S::kHeadTiles][2]) {
+#pragma unroll
+  for (int d = 0; d < kQuarterTiles; ++d) {
+#pragma unroll
+    for (int n = 0; n < S::kHeadTiles; ++n) {
+      const float(&away)[4] = o[(1 - Kept) * kQuarterTiles + d][n];
+      given[(d * S::kHeadTiles + n) * 32] =
+          make_float4(away[0] * factor[n][0], away[1] * factor[n][1], away[2] * factor[n][0], away[3] * factor[n][1]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) kept[d][n][i] = o[Kept * kQuarterTiles + d][n][i] * factor[n][i % 2];
+    }
+  }
+}
+
+// Leaves in `quarter` the output over both streams, and in `running` their common maxima and sums.
+template <class S>
+__device__ __forceinline__ void join_streams(Shared<S>& sm, const Place<S>& place, const Output<S>& o, Quarter<S>& quarter,
+                                             Running<S::kHeadTiles>& running) {
+  const int lane = threadIdx.x % 32;
+  if (lane < 4 && place.slice == 0) {
+#pragma unroll
+    for (int n = 0; n < S::kHeadTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        sm.sums[place.stream][8 * n + 2 * lane + i] = make_float2(running.maximum[n][i], running.sum[n][i]);
+      }
+    }
+  }
+  __syncthreads();
+  float factor[S::kHeadTiles][2];
+#pragma unroll
+  for (int n = 0; n < S::kHeadTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int head = 8 * n + 2 * (lane % 4) + i;
+      const float2 first = sm.sums[0][head], second = sm.sums[1][head];
+      const float maximum = fmaxf(first.x, second.x);
+      factor[n][i] = exp2_approx(running.maximum[n][i] - maximum);
+      running.sum[n][i] = exp2_approx(first.x - maximum) * first.y + exp2_approx(second.x - maximum) * second.y;
+      running.maximum[n][i] = maximum;
+    }
+  }
+  float4* given = reinterpret_cast<float4*>(sm.tiles[place.stream * S::kSlices + place.slice]) + lane;
+  const float4* taken = reinterpret_cast<const float4*>(sm.tiles[(1 - place.stream) * S::kSlices + place.slice]) + lane;
+  if (place.stream == 0) {
+    give_half<S, 0>(given, o, quarter, factor);
+  } else {
+    give_half<S, 1>(given, o, quarter, factor);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int d = 0; d < kQuarterTiles; ++d) {
+#pragma unroll
+    for (int n = 0; n < S::kHeadTiles; ++n) add_fragment(quarter[d][n], taken[(d * S::kHeadTiles + n) * 32]);
+  }
+  __syncthreads();  // what was taken makes room for the staging of rows
+}
+
+// Waits for piece `piece` of the next tile of a private slice: kRing pieces have been asked for from that tile's first one on.
+template <class S>
+__device__ __forceinline__ void wait_piece(int piece) {
+  if (piece == 0) wait_copies<S::kRing - 1>();
+  else if (piece == 1) wait_copies<S::kRing - (S::kPieces > 1 ? 2 : 1)>();
+  else if (piece == 2) wait_copies<S::kRing - (S::kPieces > 2 ? 3 : 1)>();
+  else wait_copies<S::kRing - (S::kPieces > 3 ? 4 : 1)>();
+  __syncwarp();
+}
+
 template <class S>
 __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
   extern __shared__ __align__(1024) u8 dynamic_shared[];
   Shared<S>& sm = *reinterpret_cast<Shared<S>*>(dynamic_shared);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int slice = warp % kSlices, group = warp / kSlices;
+  const int lane = threadIdx.x % 32;
+  const Place<S> place;
+  const int warp = place.warp, slice = place.slice, stream = place.stream, group = place.group;
   const int token = blockIdx.x / a.head_blocks, head_block = blockIdx.x % a.head_blocks;
   const int first_head = head_block * S::kHeads + group * S::kGroupHeads;
   const int first_column = blockIdx.y * a.split_columns;
   const int columns = max(0, min(a.columns - first_column, a.split_columns));
   const int* idx = a.indices + token * a.index_stride + first_column;
-  const Source source = {a.kv + slice * S::kSliceBytes + 16 * TileRows<S>::chunk(), a.kv_stride, static_cast<u32>(a.rows)};
+  u8* region = sm.tiles[stream * S::kSlices + slice];
 
   // Q and the index columns are fetched together: two latencies in one.
-  u8* stage = staging(sm, slice, group);
-  stage_query<S>(stage, a.q + token * a.q_token_stride + first_head * a.q_head_stride + slice * kSliceDims * 2, a.q_head_stride,
+  u8* stage = region + group * S::kGroupHeads * S::kSliceDims * 2;
+  stage_query<S>(stage, a.q + token * a.q_token_stride + first_head * a.q_head_stride + slice * S::kSliceDims * 2, a.q_head_stride,
                  a.heads - first_head);
   scan_columns(sm, idx, columns, a.rows);
   const float kv_scale = a.kv_scale != nullptr ? __ldg(a.kv_scale) : 1.0f;
+  if (threadIdx.x == 0) {
+    sm.indices = idx;
+    sm.columns = columns;
+    sm.token = token;
+    sm.head_block = head_block;
+    sm.kv_scale = kv_scale;
+  }
   wait_copies<0>();
   __syncwarp();
   Query<S> q;
-  load_query<S>(q, stage);
-  if constexpr (S::kFp8) publish_query_max(sm, q, slice, group);
+  load_query<S>(q, stage, place);
+  if constexpr (S::kFp8) publish_query_max(sm, q, place);
   __syncthreads();
   if (warp == 0) list_live_tiles(sm, columns);
   constexpr int kOwnTiles = S::kReplicated ? S::kHeadTiles : 1;  // head tiles whose softmax this warp computes
@@ -113,94 +192,220 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
       if constexpr (S::kFp8) scale[n][i] *= query_inverse_factor(query_exponent(sm, own_head + 8 * n + i));
     }
   }
-  if constexpr (S::kFp8) convert_query(sm, q, group);
+  if constexpr (S::kFp8) convert_query(sm, q, place);
+  // 32 heads in fp8 are a few registers short: the two factors of an owner lie where its norms will be.
+  constexpr bool kScarce = S::kFp8 && S::kHeads == 32;
+  if constexpr (kScarce) {
+    if (lane < 4) *reinterpret_cast<float2*>(&sm.norm[own_head]) = make_float2(scale[0][0], scale[0][1]);
+  }
+  const auto load_scale = [&] {
+    if constexpr (kScarce) {
+      const float2 stored = *reinterpret_cast<const float2*>(&sm.norm[own_head]);
+      scale[0][0] = stored.x;
+      scale[0][1] = stored.y;
+    }
+  };
   __syncthreads();
-  const int tiles = sm.tiles_live;
-  fill_ring(sm, idx, columns, tiles);
+  const int listed = sm.tiles_live;
+  fill_ring(sm, idx, columns, listed);
   __syncthreads();
+  const int tiles = (listed - stream + S::kStreams - 1) / S::kStreams;  // of this stream: every other one of the list
+  const auto live_of = [&](int t) -> u32 { return sm.live[t * S::kStreams + stream]; };  // one tile too far is read, never used
 
   Output<S> o = {};
   Running<kOwnTiles> running;
   running.start();
 
-  // A slice that belongs to one warp is gathered, read and refilled by that warp alone. A slice shared by two warps needs the
-  // block: its tile has arrived, and its slot is free, after the barrier that hands the weights round.
+  // A slice that belongs to one warp is gathered, read and refilled by that warp alone, piece by piece. A slice shared by two
+  // warps needs the block: its tile has arrived, and its place is free, after the barrier that hands the weights round.
   constexpr bool kPrivate = S::kGroups == 1;
-  constexpr int kFirst = kPrivate ? S::kSlots : S::kSlots - 1;  // tiles asked for before the loop
+  constexpr int kFirst = kPrivate ? S::kRing : S::kRing - S::kPieces;  // pieces asked for before the loop
+  const u32 ring = shared_address(region);
+  u32 keys = ring + keys_lane(), values_of_bf16 = ring + values_lane();
+  Source source = {a.kv + slice * S::kPieces * kPieceRowBytes + 16 * (lane % 8), a.kv_stride, static_cast<u32>(a.rows),
+                   ring + group * (S::kRows / S::kGroups) * kPieceRowBytes + swizzled(lane / 8, lane % 8, kPieceRowBytes)};
+  keep(keys);
+  if constexpr (!S::kFp8) keep(values_of_bf16);
+  const u32& values = S::kFp8 ? keys : values_of_bf16;  // the lanes' rows of e4m3 are the same for K and V
+  keep(source.base);
+  if constexpr (!kScarce) keep(source.target);
   TileRows<S> next;
 #pragma unroll
-  for (int t = 0; t < kFirst; ++t) {
-    next.read(sm, group, t);
-    gather_tile(sm, source, slice, group, t, tiles, next);
+  for (int piece = 0; piece < kFirst; ++piece) {
+    if (piece % S::kPieces == 0) next.read(sm, place, piece / S::kPieces);
+    gather_piece<S>(source, piece * S::kPieceBytes, piece % S::kPieces, next);
   }
-  if constexpr (!kPrivate) {
-    wait_copies<S::kSlots - 2>();
+  int first = 0;  // place in the ring of the tile's first piece
+  // Asks for the piece kFirst pieces after piece `piece` of tile `t`: in a private slice it takes the place of that one.
+  const auto read_next = [&](int t, int piece) {
+    const int ahead = piece + kFirst;
+    if (ahead % S::kPieces == 0) next.read(sm, place, t + ahead / S::kPieces);
+  };
+  const auto gather_next = [&](int target, int piece) {
+    gather_piece<S>(source, piece_offset<S>(target, piece), (piece + kFirst) % S::kPieces, next);
+  };
+  const auto prefetch = [&](int t) {
+    constexpr int kTilesPerFetch = 32 / S::kRows;
+    const int fetch = t / kTilesPerFetch;
+    const bool mine = S::kStreams > 1 ? fetch % S::kSlices == slice : fetch % S::kWarps == warp;
+    if (t % kTilesPerFetch == 0 && mine) prefetch_indices(sm, stream, t + S::kIndexTiles, tiles);
+  };
+  // Scores of a whole tile that has arrived, `at` its place in the ring; all but those of this warp's own head tile are dealt out.
+  const auto score_and_deal = [&](float(&own)[S::kRowTiles][1][4], int at, int buffer) {
+#pragma unroll
+    for (int r = 0; r < S::kRowTiles; ++r) {
+      ScoreSets<S> sets = {};
+#pragma unroll
+      for (int piece = 0; piece < S::kPieces; ++piece) multiply_keys<S>(sets, q, r, keys, piece_offset<S>(at, piece), piece);
+      float s[S::kHeadTiles][4];
+      join_sets<S>(s, sets);
+      deal_scores<S>(sm, s, buffer, r, place);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) own[r][0][i] = s[0][i];
+    }
+  };
+  const auto next_place = [&](int at, int pieces) { return at + pieces < S::kRing ? at + pieces : at + pieces - S::kRing; };
+  // Each warp of a stream says when it has read the other's partial scores.
+  constexpr int kRead = 1 + S::kStreams;  // barriers of the warps
+  constexpr bool kSingle = S::kReplicated && S::kBuffers == 1;
+  if constexpr (kSingle) named_arrive<64>(kRead + (warp ^ 1));
+  float own[S::kRowTiles][1][4];
+  if constexpr (S::kPipelined) {
+    wait_copies<kFirst - S::kPieces>();
+    __syncthreads();
+    score_and_deal(own, 0, 0);
+    wait_copies<kFirst - 2 * S::kPieces>();
     __syncthreads();
   }
-  const auto gather_next = [&](int t) {
-    constexpr int kTilesPerFetch = 32 / S::kRows;
-    if (t % kTilesPerFetch == 0 && t / kTilesPerFetch % S::kWarps == warp) prefetch_indices(sm, idx, columns, t + S::kRing, tiles);
-    gather_tile(sm, source, slice, group, t + kFirst, tiles, next);
-  };
-  u32 live = live_rows(sm, tiles > 0 ? sm.list[0] : 0);
+  const float limit = weight_limit<S>(listed * S::kRows);
   for (int t = 0; t < tiles; ++t) {
-    const u32 tile = shared_address(&sm.tiles[slice][t % S::kSlots * S::kTileBytes]);
-    const float limit = weight_limit(t);
-    if constexpr (kPrivate) {
-      wait_copies<S::kSlots - 1>();
-      __syncwarp();
-    }
-    Scores<S> s;
-    multiply_keys<S>(s, q, tile);
+    const u32 live = live_of(t);
+    const int set = S::kDecisions > 1 ? t % 2 : 0, buffer = S::kBuffers > 1 ? t % 2 : 0;
     Weights<S> p;
+    bool grown = false;
     if constexpr (S::kReplicated) {
-      if constexpr (S::kBuffers == 1) __syncthreads();  // everyone has read the scores of the tile before
-      const int buffer = t % S::kBuffers;
-      publish_scores<S>(sm, s, buffer, slice);
-      Values<S> v[S::kRowTiles];  // registers allow it here: loaded while the others arrive
+      Scores<S> s;
+      {
+        ScoreSets<S> sets[S::kRowTiles] = {};
 #pragma unroll
-      for (int r = 0; r < S::kRowTiles; ++r) load_values<S>(v[r], r, tile);
-      next.read(sm, group, t + kFirst);
-      __syncthreads();
-      sum_scores<S>(s, sm, buffer);
-      gather_next(t);  // the values are in registers: the slot is free long before the tile is done
-      weigh_all<S>(s, scale, live, limit, running, o, p);
-      live = live_rows(sm, sm.list[min(t + 1, tiles - 1)]);
+        for (int piece = 0; piece < S::kPieces; ++piece) {
+          wait_piece<S>(piece);
 #pragma unroll
-      for (int r = 0; r < S::kRowTiles; ++r) multiply_values<S>(o, p, r, v[r]);
-    } else {
-      publish_scores<S>(sm, s, group, slice);
-      named_barrier<32 * kSlices>(1 + group);
-      weigh_own<S>(sm, slice, group, scale, live, limit, running);
-      live = live_rows(sm, sm.list[min(t + 1, tiles - 1)]);
-      next.read(sm, group, t + kFirst);
-      if constexpr (!kPrivate) wait_copies<S::kSlots - 3>();
-      __syncthreads();
-      collect_weights<S>(sm, group, o, p);
-      if constexpr (!kPrivate) gather_next(t);
+          for (int r = 0; r < S::kRowTiles; ++r) multiply_keys<S>(sets[r], q, r, keys, piece_offset<S>(first, piece), piece);
+        }
+#pragma unroll
+        for (int r = 0; r < S::kRowTiles; ++r) join_sets<S>(s[r], sets[r]);
+      }
+      if constexpr (kSingle) named_barrier<64>(kRead + warp);
+      publish_scores<S>(sm, s, buffer, place);
+      if constexpr (S::kEarlyValues) {
+        Values<S> v[S::kPieces][S::kRowTiles];
+#pragma unroll
+        for (int piece = 0; piece < S::kPieces; ++piece) {
+#pragma unroll
+          for (int r = 0; r < S::kRowTiles; ++r) load_values<S>(v[piece][r], r, values, piece_offset<S>(first, piece), 0);
+        }
+        read_next(t, 0);
+        named_barrier<64>(1 + stream);
+        add_partner<S>(s, sm, buffer, place);
+        prefetch(t);
+#pragma unroll
+        for (int piece = 0; piece < S::kPieces; ++piece) {
+          if (piece > 0) read_next(t, piece);
+          gather_next(first, piece);
+        }
+        weigh_all<S>(s, scale, live, limit, running, o, p);
+#pragma unroll
+        for (int piece = 0; piece < S::kPieces; ++piece) {
+#pragma unroll
+          for (int r = 0; r < S::kRowTiles; ++r) multiply_values<S>(o, p, r, v[piece][r], piece * S::kPieceTiles);
+        }
+      } else {
+        read_next(t, 0);
+        named_barrier<64>(1 + stream);
+        add_partner<S>(s, sm, buffer, place);
+        if constexpr (kSingle) named_arrive<64>(kRead + (warp ^ 1));
+        weigh_all<S>(s, scale, live, limit, running, o, p);
+      }
+    } else if constexpr (S::kPipelined) {
+      float s[S::kRowTiles][1][4];
 #pragma unroll
       for (int r = 0; r < S::kRowTiles; ++r) {
-        Values<S> v;
-        load_values<S>(v, r, tile);
-        multiply_values<S>(o, p, r, v);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[r][0][i] = own[r][0][i];
+      }
+      add_dealt<S>(s, sm, buffer, place);
+      score_and_deal(own, next_place(first, S::kPieces), 1 - buffer);  // of the next tile; after the last one nobody reads them
+      load_scale();
+      const bool raised = weigh_own<S>(sm, s, set, place, scale, live, limit, running, p);
+      read_next(t, 0);
+      wait_copies<S::kRing - 4 * S::kPieces>();
+      grown = __syncthreads_or(raised);
+    } else {
+      wait_piece<S>(S::kPieces - 1);
+      score_and_deal(own, first, buffer);
+      __syncthreads();
+      add_dealt<S>(own, sm, buffer, place);
+      load_scale();
+      const bool raised = weigh_own<S>(sm, own, set, place, scale, live, limit, running, p);
+      read_next(t, 0);
+      grown = __syncthreads_or(raised);
+    }
+    if constexpr (!S::kEarlyValues) {
+      if constexpr (!S::kReplicated) collect_weights<S>(sm, set, place, p);
+      // Values are loaded one step ahead of their products. Steps go through the row tiles of some dims, then through the dims.
+      constexpr int kPieceSteps = S::kPieceTiles / S::kStepTiles * S::kRowTiles, kSteps = S::kPieces * kPieceSteps;
+      Values<S> v[2];
+      const auto load_step = [&](int step) {
+        const int within = step % kPieceSteps / S::kRowTiles * S::kStepTiles;
+        load_values<S>(v[step % 2], step % S::kRowTiles, values, piece_offset<S>(first, step / kPieceSteps), within);
+      };
+      load_step(0);
+      if (!S::kReplicated && grown) follow_maxima<S>(sm, set, place, o);
+      prefetch(t);
+      if constexpr (!kPrivate) {
+#pragma unroll
+        for (int piece = 0; piece < S::kPieces; ++piece) gather_next(next_place(first, kFirst), piece);
+      }
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        if (step + 1 < kSteps) load_step(step + 1);
+        if (kPrivate && step % kPieceSteps == kPieceSteps - 1) {
+          const int piece = step / kPieceSteps;
+          __syncwarp();  // the warp has read the piece that is filled again
+          if (piece > 0) read_next(t, piece);
+          gather_next(first, piece);
+        }
+        multiply_values<S>(o, p, step % S::kRowTiles, v[step % 2], step / S::kRowTiles * S::kStepTiles);
       }
     }
-    if constexpr (kPrivate && !S::kReplicated) {
-      __syncwarp();  // the warp has read the slot that is filled again
-      gather_next(t);
-    }
+    first = next_place(first, S::kPieces);
   }
+  if constexpr (kSingle) named_barrier<64>(kRead + warp);
   wait_copies<0>();
 
   running.finish();
   float norm[S::kHeadTiles][2];
-  const bool writes_sums = (!S::kReplicated || slice == 0) && lane < 4;
+  Quarter<S> outcome;
+  if constexpr (S::kReplicated) {
+    join_streams<S>(sm, place, o, outcome, running);
+  } else {
+#pragma unroll
+    for (int d = 0; d < kQuarterTiles; ++d) {
+#pragma unroll
+      for (int n = 0; n < S::kHeadTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) outcome[d][n][i] = o[d][n][i];
+      }
+    }
+  }
+  const bool writes_sums = (!S::kReplicated || warp == 0) && lane < 4;
 #pragma unroll
   for (int n = 0; n < kOwnTiles; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float inverse = running.sum[n][i] == 0.0f ? 0.0f : 1.0f / running.sum[n][i];
-      if (writes_sums) write_sums<S>(a, token, head_block, own_head + 8 * n + i, running.maximum[n][i], running.sum[n][i]);
+      if (writes_sums) write_sums<S>(a, sm.token, sm.head_block, own_head + 8 * n + i, running.maximum[n][i], running.sum[n][i]);
       if constexpr (S::kReplicated) {
         norm[n][i] = inverse;
       } else if (lane < 4) {
@@ -213,22 +418,21 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
 #pragma unroll
     for (int n = 0; n < S::kHeadTiles; ++n) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) norm[n][i] = sm.norm[group * S::kGroupHeads + 8 * n + 2 * (lane % 4) + i];
+      for (int i = 0; i < 2; ++i) norm[n][i] = sm.norm[group * S::kGroupHeads + 8 * place.head_tile(n) + 2 * (lane % 4) + i];
     }
-  } else {
-    __syncwarp();
   }
-  write_block<S>(sm, a, o, norm, kv_scale, token, head_block, slice, group);
+  const int quarter = S::kStreams > 1 ? slice * S::kStreams + stream : slice;
+  write_quarter<S>(region + group * S::kGroupHeads * kQuarterDims * 2, a, outcome, norm, sm.kv_scale, sm.token, sm.head_block, quarter, place);
 }
 
-#define SPARSE_MLA_VARIANT(name, heads, fp8, tile_rows, slots, blocks, bytes)                                                   \
-  static_assert(sizeof(Shared<Shape<heads, fp8, tile_rows, slots>>) == bytes, "shared memory that the launcher asks for");      \
-  extern "C" __global__ void __launch_bounds__(Shape<heads, fp8, tile_rows, slots>::kThreads, blocks) name(                     \
+#define SPARSE_MLA_VARIANT(name, heads, fp8, tile_rows, ring, blocks, bytes)                                                   \
+  static_assert(sizeof(Shared<Shape<heads, fp8, tile_rows, ring>>) == bytes, "shared memory that the launcher asks for");      \
+  extern "C" __global__ void __launch_bounds__(Shape<heads, fp8, tile_rows, ring>::kThreads, blocks) name(                     \
       const u8* q, i64 q_token_stride, i64 q_head_stride, const u8* kv, u32 kv_stride, int rows, const int* indices,            \
       i64 index_stride, int columns, int split_columns, int real_heads, int head_blocks, float scale, const float* kv_scale,    \
       u8* out, i64 out_token_stride, i64 out_head_stride, float* lse, i64 lse_stride, float4* partial_output,                   \
       float2* partial_sums) {                                                                                                   \
-    sparse_mla<Shape<heads, fp8, tile_rows, slots>>(SparseMla{q, q_token_stride, q_head_stride, kv, kv_stride, rows, indices,   \
+    sparse_mla<Shape<heads, fp8, tile_rows, ring>>(SparseMla{q, q_token_stride, q_head_stride, kv, kv_stride, rows, indices,   \
                                                               index_stride, columns, split_columns, real_heads, head_blocks,    \
                                                               scale, kv_scale, out, out_token_stride, out_head_stride, lse,     \
                                                               lse_stride, partial_output, partial_sums});                       \

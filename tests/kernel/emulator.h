@@ -351,6 +351,16 @@ inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
 }
 
 inline void __syncthreads() { emulator::arrive(emulator::block.barriers[0], static_cast<int>(32 * emulator::block.warps.size())); }
+inline int __syncthreads_or(int vote) {
+  static int votes = 0, outcome = 0;  // nobody meets the next barrier before everyone has left this one
+  votes |= vote;
+  if (emulator::block.barriers[0].arrived + 1 == static_cast<int>(32 * emulator::block.warps.size())) {
+    outcome = votes;
+    votes = 0;
+  }
+  __syncthreads();
+  return outcome;
+}
 inline void __syncwarp() {
   emulator::together("syncwarp", {}, [](emulator::Warp&) {});
 }
@@ -364,6 +374,11 @@ inline u32 __ballot_sync(u32, bool vote) {
 }
 inline bool __any_sync(u32 mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
 
+inline u32 __shfl_sync(u32, u32 value, int from) {
+  return *emulator::together("shfl", {value, static_cast<u32>(from)}, [](emulator::Warp& warp) {
+    for (u32 lane = 0; lane < 32; ++lane) warp.out[lane][0] = warp.in[warp.in[lane][1]][0];
+  });
+}
 inline u32 __shfl_xor_sync(u32, u32 value, int lanes) {
   return *emulator::together("shfl", {value, static_cast<u32>(lanes)}, [](emulator::Warp& warp) {
     for (u32 lane = 0; lane < 32; ++lane) warp.out[lane][0] = warp.in[lane ^ warp.in[lane][1]][0];
@@ -376,6 +391,8 @@ inline float __shfl_xor_sync(u32 mask, float value, int lanes) {
 // --- cuda/ptx.cuh --------------------------------------------------------------------------------------------------------------
 
 inline u32 shared_address(const void* pointer) { return static_cast<u32>(static_cast<const u8*>(pointer) - emulator::shared_memory); }
+inline void keep(u32&) {}
+inline void keep(const u8*&) {}
 inline void copy16_async(u32 shared, const void* global, bool live) { emulator::issue({shared, global, 16, live}); }
 inline void copy4_async(u32 shared, const void* global) { emulator::issue({shared, global, 4, true}); }
 
@@ -398,6 +415,15 @@ void wait_copies() {
 template <int Threads>
 void named_barrier(int number) {
   emulator::arrive(emulator::block.barriers[number], Threads);
+}
+
+template <int Threads>
+void named_arrive(int number) {
+  emulator::Barrier& barrier = emulator::block.barriers[number];
+  if (++barrier.arrived == Threads) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+  }
 }
 
 inline void load_matrices(u32 (&fragment)[4], u32 shared) { emulator::load_matrices("ldmatrix", fragment, shared, false); }

@@ -55,8 +55,10 @@ def test_the_binary_is_a_whole_elf_file():
 
 
 def test_shared_memory_that_disagrees_with_the_source_does_not_compile():
-    program = build.attention_program(variant_for(8, "bf16"))
-    wrong = build.Program(program.name, program.text.replace(", 40704)", ", 40960)"), program.threads)
+    variant = variant_for(8, "bf16")
+    program = build.attention_program(variant)
+    text = program.text.replace(f", {variant.shared_bytes})", f", {variant.shared_bytes + 256})")
+    wrong = build.Program(program.name, text, program.threads)
     assert wrong.text != program.text
     with pytest.raises(CompileError, match="shared memory that the launcher asks for"):
         build.build(wrong, "sm_90")

@@ -170,22 +170,36 @@ def test_masked_rows_are_not_copied(emulated, library):
         run(emulated(8, "bf16"), case)
 
 
+# fault -> heads, KV dtype, text of the source and what takes its place
 BROKEN = {
-    "no wait for the tile": ("wait_copies<S::kSlots - 1>();", ""),
-    "no barrier after the partial scores": ("__syncthreads();\n      sum_scores<S>", "sum_scores<S>"),
-    "a swapped byte pair": ("0x3120", "0x3210"),
+    "no wait for a piece": (8, "bf16", "wait_copies<S::kRing - 1>();", ";"),
+    "no barrier after the partial scores": (
+        8,
+        "bf16",
+        "named_barrier<64>(1 + stream);\n        add_partner<S>(s, sm, buffer, place);\n        prefetch",
+        "add_partner<S>(s, sm, buffer, place);\n        prefetch",
+    ),
+    "partial scores overwritten": (16, "bf16", "named_barrier<64>(kRead + warp);\n      publish", "publish"),
+    "a tile of both groups read before it has arrived": (
+        64,
+        "bf16",
+        "wait_copies<S::kRing - 4 * S::kPieces>();\n      grown = __syncthreads_or(raised);",
+        "grown = __syncthreads_or(raised);",
+    ),
+    "weights read before they are there": (32, "bf16", "grown = __syncthreads_or(raised);", "grown = raised;"),
+    "a swapped byte pair": (8, "fp8", "0x3120", "0x3210"),
 }
 
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_kernel_is_noticed(emulated, tmp_path, fault):
-    kv_dtype = "fp8" if "byte" in fault else "bf16"
-    broken = emulation.build(tmp_path, [variant_for(8, kv_dtype)], [BROKEN[fault]])
-    case = make_case(1, 8, kv_dtype, 193)
+    heads, kv_dtype, text, instead = BROKEN[fault]
+    broken = emulation.build(tmp_path, [variant_for(heads, kv_dtype)], [(text, instead)])
+    case = make_case(1, heads, kv_dtype, 193)
     errors = []
     for backwards, late in SCHEDULES:
         try:
-            kernel = emulated(8, kv_dtype, library=broken, reversed=backwards, late=late)
+            kernel = emulated(heads, kv_dtype, library=broken, reversed=backwards, late=late)
             errors.append(error_of(case, *run(kernel, case)))
         except AssertionError:
             errors.append(float("inf"))
