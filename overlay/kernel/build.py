@@ -3,7 +3,6 @@
 import contextlib
 import re
 import signal
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -89,7 +88,7 @@ def build(program: Program, arch: str) -> Binary:
         )
     handle = nvrtc.createProgram(program.text, f"{program.name}.cu", (), ())
     try:
-        with signals_ignored():
+        with signals_blocked():
             nvrtc.compileProgram(handle, (*OPTIONS, f"-arch={arch}"))
         log = nvrtc.getProgramLog(handle)
         cubin = nvrtc.getCUBIN(handle) + b"\0"  # CuPy 14.2 cuts the last byte, a zero, as if it ended a C string
@@ -102,23 +101,19 @@ def build(program: Program, arch: str) -> Binary:
 
 
 @contextlib.contextmanager
-def signals_ignored() -> Iterator[None]:
-    """Ignore SIGINT and SIGTERM for the seconds that one compilation takes.
+def signals_blocked() -> Iterator[None]:
+    """Keep SIGINT and SIGTERM from this thread for the seconds that one compilation takes.
 
-    NVRTC puts handlers of its own in their place while it compiles, unless they are ignored. These call exit() wherever
-    the compiler happens to be: 2 of 28 interrupted compilations hung in it for good (NVRTC 13.0), and with them every
-    rank that waited for the cache's lock. Only the main thread can keep them out; SIGKILL ends it at any time.
+    NVRTC puts handlers of its own in their place while it compiles, and they call exit() wherever the compiler happens
+    to be: 2 of 28 interrupted compilations hung in it for good (NVRTC 13.0), and with them every rank that waited for
+    the cache's lock. What comes meanwhile takes effect afterwards, unless NVRTC drops it when it puts the old handlers
+    back; SIGKILL ends a compilation at any time.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not None]  # None: not Python's
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def read_resources(log: str, name: str, version: str) -> Resources:
