@@ -159,6 +159,13 @@ def scenarios() -> dict[str, Scenario]:
                 own_file=case["file"] == "hf_quant_config.json",
                 poison=value,
             )
+        if case["input_scales"] in ("none", "attention only"):  # the same words in the other of the two files
+            found[f"crossed/{case['id']}"] = Scenario(
+                EDITS[case["input_scales"]],
+                quantization=case["quantization"],
+                own_file=case["file"] != "hf_quant_config.json",
+                poison=math.nan,
+            )
         if case["input_scales"] != "all":
             # what such a configuration says, over a checkpoint that ships every scale
             found[f"shipped/{case['id']}"] = Scenario(

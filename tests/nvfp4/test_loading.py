@@ -45,6 +45,14 @@ def test_configuration_forms(stock, wrapped, case, poison):
         assert all(layer["alpha"] == pytest.approx([ALPHA]) for layer in linears(wrapped[name]))
 
 
+@pytest.mark.parametrize("name", [case["id"] for case in FORMS if case["input_scales"] in ("none", "attention only")])
+def test_configuration_forms_in_the_other_file(stock, wrapped, name):
+    """What belongs in config.json from hf_quant_config.json, and the other way round."""
+    assert all(is_weight_only(layer) for layer in experts(wrapped[f"crossed/{name}"]))
+    is_known = name == "flat_null"
+    assert all(is_sane(layer) for layer in experts(stock[f"crossed/{name}"])) == is_known
+
+
 @pytest.mark.parametrize("case", [case for case in FORMS if case["input_scales"] != "all"], ids=lambda case: case["id"])
 def test_every_scale_is_shipped(stock, wrapped, case):
     """The tensors count where a configuration says nothing of activations; one that says weight-only is obeyed."""
