@@ -138,8 +138,9 @@ def not_run(hardware: Hardware, usable: bool) -> str:
             hardware.name, *hardware.capability
         )
     return (
-        f"Not run, because {why}: the kernel, the loading of weights, and the server.\n"
-        "The plans above are vLLM's own code under a stub driver; the checkpoint's weights were written and not read."
+        f"Not run, because {why}: the kernels, ours and the experts', and the server.\n"
+        "The plans above are vLLM's own code under a stub driver and need no weights. Those of the NVFP4 checkpoint\n"
+        "were loaded on the CPU, up to the kernels that would multiply by the numbers shown."
     )
 
 

@@ -44,7 +44,7 @@ def test_without_a_gpu(asked: list, capsys: pytest.CaptureFixture) -> None:
     assert [question.flags for question in asked] == [("--kv-cache-dtype", "bfloat16"), ("--kv-cache-dtype", "fp8")]
     assert {(question.capability, question.tp) for question in asked} == {((12, 1), 2)}
     assert "OVERLAY_SPARSE_MLA" in out and "experts shown" in out and "compiled sm_120,sm_121" in out
-    assert "Not run, because there is no NVIDIA GPU here: the kernel, the loading of weights, and the server." in out
+    assert "Not run, because there is no NVIDIA GPU here: the kernels, ours and the experts', and the server." in out
     assert not asked[0].model.exists(), "the tiny checkpoint was left behind"
 
 
