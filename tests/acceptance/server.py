@@ -57,6 +57,8 @@ class Engine:
             pieces.append(f"{draw.choice(VOCABULARY)}{draw.randrange(1000)} ")
         if self.fault == "replacement":
             pieces.insert(len(pieces) // 2, "ca\ufffd ")
+        if self.fault == "ends-early" and wanted > 100:
+            wanted //= 2
         return pieces[:wanted]
 
     def reply(self, prompt: str) -> str:

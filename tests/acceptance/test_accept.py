@@ -90,6 +90,7 @@ CAUGHT = {
     "crossed": ("echo", "echo"),
     "wrong-needle": ("needle-8k", "needle"),
     "drift": ("prefix", "prefix"),
+    "ends-early": ("decode", "decode"),
     "wide-batch": ("batch", "batch"),
     "no-json": ("repetition", "malformed"),
     "odd-event": ("repetition", "malformed"),
@@ -149,7 +150,9 @@ def test_deselected_gates_stay_in_the_report():
 
 
 def test_a_gate_only_a_trained_model_passes_says_how_to_leave_it_out():
-    text = report.as_text(judged(Engine(fault="wrong-needle")))
+    found = judged(Engine(fault="wrong-needle"))
+    assert gate(found, "rows")["symptom"] == "rows"
+    text = report.as_text(found)
     assert "random weights" in text
     assert "--skip needle-8k" in text
 
@@ -204,6 +207,12 @@ def test_a_report_that_could_not_be_written_is_refused_before_anything_is_asked(
         assert main(["accept", "--url", "http://127.0.0.1:9", "--json", str(place)]) == 2
         said = capsys.readouterr().err
         assert str(place) in said and "[1/" not in said
+
+
+def test_every_symptom_is_tried():
+    """Each pointer is what some misbehaving server led to, here or in the tests above."""
+    tried = {symptom for _, symptom in CAUGHT.values()} | {"refused", "unhealthy", "hang", "rows"}
+    assert tried == set(pointers.POINTERS)
 
 
 def test_every_kind_of_fault_has_a_pointer_and_every_gate_its_own_name():
