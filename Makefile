@@ -33,7 +33,7 @@ test-matrix: $(READY) ## what depends on vLLM, on every release (VERSIONS=0.27.1
 	$(PY) -m tests.matrix $(if $(VERSIONS),--versions $(VERSIONS)) $(if $(CACHE),--cache $(CACHE)) $(TESTS)
 
 test-gpu: $(READY) ## kernel and engine tests, on a machine with a GPU
-	$(PY) -m pytest -m gpu
+	$(PY) -m pytest -m gpu -rs
 
 test-gpu4: $(READY) ## tensor parallel 4, decode context parallelism and load, on a machine with four GPUs
 	$(PY) -m tests.gpu.ranks --gpus 4 --load
