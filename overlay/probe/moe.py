@@ -9,6 +9,7 @@ same layers are built up to their kernels, and the weights that a kernel would r
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from overlay.probe import apart
 from overlay.probe import experts as small
 from overlay.probe.device import bf16, has_gpu
 from overlay.probe.device import start as start_gpu
@@ -41,6 +43,7 @@ READABLE = ("auto", "flashinfer_cutlass", "cutlass", "marlin", "emulation")
 # Least cosine and largest deviation of the magnitude from 1. A kernel that quantises its inputs rounds them at other
 # places than the reference does, and FP4 has steps of up to a third.
 LIMITS_16_BIT, LIMITS_FP4 = (0.9999, 0.01), (0.99, 0.03)
+CASE_S = 300.0  # a first use may compile its kernels
 
 
 @dataclass(frozen=True)
@@ -85,13 +88,8 @@ class Unavailable(Exception):
     """vLLM does not give this backend to this layer here."""
 
 
-def measure(inverted: bool) -> Iterator[Row]:
-    """All rows, on the GPU that torch sees or, without one, on the CPU."""
-    device = "cuda" if has_gpu() else "cpu"
-    start(device)
-    wanted = [case for case in cases() if device == "cuda" or case.flag in READABLE]
-    for case in wanted:
-        yield from rows(case, device, inverted)
+def wanted(device: str) -> list[Case]:
+    return [case for case in cases() if device == "cuda" or case.flag in READABLE]
 
 
 def rows(case: Case, device: str, inverted: bool) -> Iterator[Row]:
@@ -107,12 +105,16 @@ def rows(case: Case, device: str, inverted: bool) -> Iterator[Row]:
             ok = cosine >= least and abs(length - 1) <= deviation
             yield Row(case.checkpoint, case.asked_for, backend, quantity, cosine, length, ok)
     except Unavailable as why:
-        yield Row(case.checkpoint, case.asked_for, ok=False if case.flag in REQUIRED else None, reason=str(why))
+        yield failed(case, str(why))
     except Exception as error:  # what a backend raises that vLLM selected and this machine cannot run
-        reason = f"{type(error).__name__}: {error}"
-        yield Row(case.checkpoint, case.asked_for, ok=False if case.flag in REQUIRED else None, reason=reason)
         if device == "cuda":
-            torch.cuda.synchronize()  # raises where the GPU is lost to this process, and all later cases with it
+            torch.cuda.synchronize()  # raises where the GPU is lost to this process: the next case needs another one
+        yield failed(case, f"{type(error).__name__}: {error}")
+
+
+def failed(case: Case, reason: str) -> Row:
+    """Nothing was measured: a fault where every GPU has to, and else the reason why a backend is not to be had."""
+    return Row(case.checkpoint, case.asked_for, ok=False if case.flag in REQUIRED else None, reason=reason)
 
 
 def start(device: str) -> None:
@@ -236,13 +238,24 @@ def unswizzled(blocks: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def main() -> None:
+    """Measure every case; on a GPU in a process apart, which measures from case `--first` on."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--plant", choices=("inverted",))
+    parser.add_argument("--first", type=int)
     options = parser.parse_args()
-    with options.out.open("w") as out:
-        for row in measure(inverted=options.plant == "inverted"):
-            print(json.dumps(asdict(row)), file=out, flush=True)
+    device = "cuda" if has_gpu() else "cpu"
+    todo = wanted(device)
+    if device == "cuda" and options.first is None:
+        command = [sys.executable, "-m", "overlay.probe.moe", *sys.argv[1:]]
+        apart.run(command, options.out, len(todo), CASE_S, lambda case, reason: asdict(failed(todo[case], reason)))
+        return
+    start(device)
+    with options.out.open("a") as out:
+        for number, case in enumerate(todo[options.first or 0 :], options.first or 0):
+            apart.begin(options.out, number)
+            for row in rows(case, device, options.plant == "inverted"):
+                print(json.dumps(asdict(row)), file=out, flush=True)
 
 
 if __name__ == "__main__":
