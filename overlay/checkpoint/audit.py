@@ -103,7 +103,8 @@ def audit(path: Path | str) -> Audit:
     found += audit_extent.processor(folder, config)
     activations: list[Activation] = []
     if weights.complete:
-        activations = _judge(config, used, present, found)
+        activations, shown = _judged(config, used, present)
+        found += shown
     elif present:
         found.append(
             info(
@@ -124,20 +125,16 @@ def audit(path: Path | str) -> Audit:
     )
 
 
-def _judge(config: Mapping, used: QuantConfig | None, present: list[Module], found: list[Finding]) -> list[Activation]:
-    """Add to `found` what the modules show, and return how the NVFP4 ones are to be served."""
-    found += audit_extent.incomplete(present, shape(config))
-    found += audit_extent.vision(config, present)
+def _judged(config: Mapping, used: QuantConfig | None, present: list[Module]) -> tuple[list[Activation], list[Finding]]:
+    """How the NVFP4 modules are to be served, and what all modules show. Presumes that every file was read."""
+    found = [*audit_extent.incomplete(present, shape(config)), *audit_extent.vision(config, present)]
     model = family(config)
     runtime = runtime_modules(present, model)
     planned, mismatches = audit_storage.plan(used, runtime, model)
-    found += mismatches
-    found += audit_storage.idle_entries(used, present, runtime, model)
+    found += [*mismatches, *audit_storage.idle_entries(used, present, runtime, model)]
     try:
         scales = audit_scales.read(planned)
     except (HeaderError, OSError) as problem:
-        found.append(error("unreadable_scales", str(problem), "the scales were not judged", "run the audit again"))
-        return []
+        return [], [*found, error("unreadable_scales", str(problem), "scales were not judged", "run the audit again")]
     activations, missing = audit_activations.examine(scales)
-    found += [*missing, *audit_scales.findings(scales)]
-    return activations
+    return activations, [*found, *missing, *audit_scales.findings(scales)]
