@@ -114,7 +114,7 @@ def ranks(said: Mapping[str, Any]) -> Iterator[str]:
     yield _table(("engine", "against", "generated tokens differ by, or error", "allowed at most", "outcome"), rows)
     compiled = said["compiled"]
     times = "each once" if set(compiled.values()) == {1} else f"{sum(compiled.values())} times"
-    yield f"\n{len(compiled)} kernels were compiled, {times}, for {said['processes_with_kernels']} ranks of our engines."
+    yield f"\n{len(compiled)} kernels were compiled, {times}; {said['processes_with_kernels']} ranks ran our engines."
     yield from (f"- {problem}" for problem in said["problems"])
     if said["not_run"]:
         yield f"Not run, for want of GPUs: {', '.join(said['not_run'])}."

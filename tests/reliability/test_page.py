@@ -45,7 +45,7 @@ def test_ranks(tmp_path):
                 "not_run": ["x"]}  # fmt: skip
     text = kept(tmp_path, "ranks", document)
     assert "| tp2 | tp1 | 0.0110 | 0.0500 | ok |" in text and "| no answer |" in text and "stock tp1" not in text
-    assert "RanksDiffer: rank 1" in text and "each once, for 9 ranks" in text and "- late" in text
+    assert "RanksDiffer: rank 1" in text and "each once; 9 ranks" in text and "- late" in text
 
 
 def test_launches(tmp_path):
