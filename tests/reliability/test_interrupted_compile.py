@@ -29,28 +29,39 @@ print(len(found.cubin), flush=True)
 """
 
 
-def start(directory):
-    command = [sys.executable, "-c", COMPILE, str(directory)]
-    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+@pytest.fixture(scope="module")
+def start():
+    """`start(directory)` -> a process that compiles; one that hangs does not outlive the module."""
+    started = []
+
+    def begin(directory):
+        command = [sys.executable, "-c", COMPILE, str(directory)]
+        pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        started.append(subprocess.Popen(command, cwd=ROOT, **pipes))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
-def finished(directory):
-    process = start(directory)
+def finished(process):
     said, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     return said.split()
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(start, tmp_path_factory):
     """The size of the binary that an undisturbed compilation gives."""
-    *steps, size = finished(tmp_path_factory.mktemp("whole") / "cache")
+    *steps, size = finished(start(tmp_path_factory.mktemp("whole") / "cache"))
     assert steps == ["compiling", "compiled"]
     return size
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_a_signal_while_compiling(tmp_path, whole, number):
+def test_a_signal_while_compiling(tmp_path, start, whole, number):
     directory = tmp_path / "cache"
     victim = start(directory)
     assert victim.stdout.readline() == "compiling\n"  # it holds the lock
@@ -61,7 +72,6 @@ def test_a_signal_while_compiling(tmp_path, whole, number):
     # Ended by the signal, or done: an exit() of the compiler's own would be status 4, or hang.
     assert victim.returncode in (-number, 0)
     assert number != signal.SIGKILL or victim.returncode
-    said, errors = waiting.communicate(timeout=120)
-    assert waiting.returncode == 0 and said.split()[-1] == whole, errors
+    assert finished(waiting)[-1] == whole
     assert not list(directory.glob(".*")), "a temporary file was left"
-    assert finished(directory) == [whole]  # from the cache: nobody compiles any more
+    assert finished(start(directory)) == [whole]  # from the cache: nobody compiles any more
