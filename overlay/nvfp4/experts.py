@@ -46,19 +46,28 @@ def watch(layer: torch.nn.Module, form: ExpertFormat) -> None:
     unloaded.watch(layer, form.inputs + form.globals + form.blocks)
 
 
-def prepare(method: object, layer: torch.nn.Module, form: ExpertFormat, policy: Policy) -> None:
+def prepare(
+    method: object, layer: torch.nn.Module, form: ExpertFormat, policy: Policy, is_derived: bool = False
+) -> None:
     """Before the conversion to a kernel's format, which folds the scales and forgets them: check, repair or re-route.
 
-    `method` is the layer's quantisation method. Raises ScaleError where a scale is missing that cannot be replaced, or
+    `method` is the layer's quantisation method; with `is_derived` its conversion is its own: it may tell gate from up,
+    and what it was built for cannot be changed. Raises ScaleError where a scale is missing that cannot be replaced, or
     where the policy is to refuse.
     """
     if not unloaded.watched(layer, form.blocks[0]):
         return
     subject = Subject(f"{form.label} experts", layer_name(layer), "experts")
     check_weight_scales(subject, layer, form)
-    reconcile_halves(subject, layer, form)
+    if not is_derived:
+        reconcile_halves(subject, layer, form)
     if quantises_activations(method):
-        settle_input_scales(subject, method, layer, form, policy)
+        missing = settle_input_scales(subject, method, layer, form, policy)
+        if missing and is_derived:
+            way_out = f"{type(method).__name__} computes with quantised activations alone; the checkpoint lacks them."
+            raise subject.refuse(NO_VALUE, missing, way_out)
+        if missing:
+            route(subject, method, missing)
     elif getattr(layer, promotion.PROMOTED, False):
         cure = f"W4A16 ({method.nvfp4_backend.value}) from the start"
         subject.note("activations are not quantised", "config_groups", cure, level=logging.INFO)
@@ -111,8 +120,11 @@ def spread(subject: Subject, layer: torch.nn.Module, name: str) -> None:
 
 def settle_input_scales(
     subject: Subject, method: object, layer: torch.nn.Module, form: ExpertFormat, policy: Policy
-) -> None:
-    """Apply the policy to the input scales of a layer whose kernel consumes them."""
+) -> str:
+    """Apply the policy to the input scales of a layer whose kernel consumes them.
+
+    Returns what is missing where the layer has to be routed, else "".
+    """
     readings = {}
     for name in form.inputs:
         spread(subject, layer, name)
@@ -121,12 +133,11 @@ def settle_input_scales(
     missing = any(reading.all_bad for reading in readings.values())
     anywhere = missing_on_any_rank(missing, method.moe.moe_parallel_config)
     if all(reading.clean for reading in readings.values()) and not anywhere:
-        return
+        return ""
     settlement = settle(subject, readings, policy, missing_elsewhere=anywhere and not missing)
     for name, values in settlement.values.items():
         getattr(layer, name).data.copy_(values)
-    if settlement.route:
-        route(subject, method, settlement.missing)
+    return settlement.missing if settlement.route else ""
 
 
 def quantises_activations(method: object) -> bool:

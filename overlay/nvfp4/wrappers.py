@@ -6,16 +6,41 @@ from overlay.nvfp4 import experts, findings, linears, promotion, unloaded
 from overlay.nvfp4.policy import Policy
 
 
-def create(watch: Callable, form: object) -> Callable:
-    """Around `create_weights` of experts and linear layers: `watch(layer, form)` fills their scales with NaN."""
+def create(watch: Callable, form: object, guard: Callable[[object], None] | None = None) -> Callable:
+    """Around `create_weights` of experts and linear layers: `watch(layer, form)` fills their scales with NaN.
+
+    `guard(method)` looks after methods whose processing is not wrapped.
+    """
 
     def wrapper(wrapped, method, args, kwargs):
         result = wrapped(*args, **kwargs)
         if not is_dummy_load():
             watch(layer_of(args, kwargs), form)
+            if guard is not None:
+                guard(method)
         return result
 
     return wrapper
+
+
+def guard_derived(base: type, form: experts.ExpertFormat, policy: Policy) -> Callable[[object], None]:
+    """For methods derived from `base` that process weights in a way of their own: their scales are checked before."""
+    name = "process_weights_after_loading"
+
+    def guard(method: object) -> None:
+        owner = next(kind for kind in type(method).__mro__ if name in vars(kind))
+        if owner is base or name in vars(method):
+            return
+        process = getattr(method, name)
+
+        def checked(layer: object) -> None:
+            if not are_preprocessed():
+                experts.prepare(method, layer, form, policy, is_derived=True)
+            process(layer)
+
+        setattr(method, name, checked)
+
+    return guard
 
 
 def process_experts(form: experts.ExpertFormat, policy: Policy, folds: bool) -> Callable:

@@ -76,7 +76,8 @@ def wrap_methods(module: ModuleType, ctx: Context) -> None:
     for (home, name), form_name in EXPERTS.items():
         if home == module.__name__:
             form = getattr(experts, form_name)
-            ctx.wrap(module, f"{name}.create_weights", wrappers.create(experts.watch, form))
+            guard = wrappers.guard_derived(getattr(module, name), form, rules)
+            ctx.wrap(module, f"{name}.create_weights", wrappers.create(experts.watch, form, guard))
             process = wrappers.process_experts(form, rules, folds=FOLD in ctx.sources.source_of(home, name))
             ctx.wrap(module, f"{name}.process_weights_after_loading", process)
             if hasattr(getattr(module, name), "dequantize_weight"):

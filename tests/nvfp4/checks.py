@@ -12,10 +12,18 @@ from unittest import mock
 
 import torch
 
-from overlay.nvfp4.cpu_load import Lines, engine_config, load
+from overlay.nvfp4.cpu_load import Lines, engine_config, load, numbers
 from tests.nvfp4.checkpoints import FORMATS, GEOMETRY, INTERMEDIATE, tensors, write
 from tests.nvfp4.runner import attempt, describe, poisoned
-from tests.nvfp4.scenarios import DATA, MODELOPT, complete, without
+from tests.nvfp4.scenarios import (
+    DATA,
+    MODELOPT,
+    complete,
+    dead_expert,
+    scaled,
+    without,
+    without_experts_input_scales,
+)
 
 # Public checkpoint -> layers to ask for, as (kind, prefix).
 PUBLIC = {
@@ -88,6 +96,10 @@ def everything(base: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "requantise": lambda: requantise(base, complete),
         "requantise without a scale": lambda: requantise(base, without("globals", "experts.1.down")),
         "preprocessed": lambda: preprocessed(base),
+        "derived/complete": lambda: derived_method(base, complete),
+        "derived/dead": lambda: derived_method(base, dead_expert),
+        "derived/none": lambda: derived_method(base, without_experts_input_scales),
+        "derived/mismatch": lambda: derived_method(base, scaled("globals", 4.0, "experts.1.up")),
         "marlin": marlin_line,
         "probe": lambda: probe(inverted=False),
         "probe planted": lambda: probe(inverted=True),
@@ -186,6 +198,24 @@ def preprocessed(base: Path) -> dict[str, Any]:
     with weights_already_processed():
         layer.quant_method.process_weights_after_loading(layer)
     return {}
+
+
+def derived_method(base: Path, edit: Callable) -> dict[str, Any]:
+    """The scales that a method sees which derives from vLLM's and processes weights itself, as Muse Spark's does."""
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config, ModelOptNvFp4FusedMoE
+
+    seen = []
+
+    class OwnModelOptMethod(ModelOptNvFp4FusedMoE):
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            scales = (layer.w13_input_scale, layer.w2_input_scale, layer.w13_weight_scale_2)
+            seen.append([numbers(scale.data) for scale in scales])
+
+    folder = base / f"derived-{len(list(base.iterdir()))}"
+    write(folder, MODELOPT, False, tensors(FORMATS["modelopt"], edit(FORMATS["modelopt"])))
+    with poisoned(1e30), mock.patch.object(ModelOptNvFp4Config, "FusedMoEMethodCls", OwnModelOptMethod):
+        load(folder)
+    return {"scales": seen}
 
 
 def marlin_line() -> dict[str, Any]:

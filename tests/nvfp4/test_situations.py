@@ -130,6 +130,18 @@ def test_preprocessed_weights_are_not_looked_at(stock, wrapped):
     assert "pre-processed weights require FLASHINFER_TRTLLM" in wrapped["preprocessed"]["error"]
 
 
+def test_a_derived_method_is_looked_after(stock, wrapped):
+    """It converts weights itself, so its layers are repaired or refused, and never re-routed or reconciled."""
+    assert wrapped["derived/complete"] == stock["derived/complete"]
+    assert wrapped["derived/mismatch"] == stock["derived/mismatch"]
+    assert wrapped["derived/dead"]["scales"] == stock["derived/complete"]["scales"]
+    assert stock["derived/dead"]["scales"] != stock["derived/complete"]["scales"]
+    assert [line for line in wrapped["derived/dead"]["log"] if "experts 2; repaired" in line]
+    said = wrapped["derived/none"]["error"]
+    assert "experts model.layers.0.mlp.experts: no usable value in w13_input_scale and w2_input_scale" in said
+    assert "OwnModelOptMethod computes with quantised activations alone" in said
+
+
 def test_marlins_line_about_the_gpu(stock, wrapped):
     assert "Your GPU does not have native support for FP4" in stock["marlin"]["said"][0]
     (line,) = wrapped["marlin"]["said"]
