@@ -43,6 +43,7 @@ __device__ __forceinline__ void list_live_tiles(Shared<S>& sm, int columns) {
     count += __popc(votes);
     __syncwarp();
   }
+  if (lane < S::kStreams) sm.live[count + lane] = 0;  // an empty tile for the stream that has one less
   if (lane == 0) sm.tiles_live = count;
 }
 
@@ -57,14 +58,14 @@ __device__ __forceinline__ int ring_entry(int row) {
 }
 
 // Fetches the indices of 32 columns, one or two of a stream's tiles from number `position` on, into its ring. One warp does it;
-// the copies travel with that warp's next group. `tiles` are those of the stream.
+// the copies travel with that warp's next group.
 template <class S>
-__device__ __forceinline__ void prefetch_indices(Shared<S>& sm, int stream, int position, int tiles) {
+__device__ __forceinline__ void prefetch_indices(Shared<S>& sm, int stream, int position) {
   const int lane = threadIdx.x % 32, row = lane % S::kRows;
   position += lane / S::kRows;
   int* entry = &sm.ring[stream][position % S::kIndexTiles][ring_entry<S>(row)];
-  const int columns = sm.columns;
-  const int column = position < tiles ? sm.list[position * S::kStreams + stream] * S::kRows + row : columns;
+  const int columns = sm.columns, listed = position * S::kStreams + stream;
+  const int column = listed < sm.tiles_live ? sm.list[listed] * S::kRows + row : columns;
   if (column < columns) {
     copy4_async(shared_address(entry), sm.indices + column);
   } else {

@@ -209,8 +209,10 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
   const int listed = sm.tiles_live;
   fill_ring(sm, idx, columns, listed);
   __syncthreads();
-  const int tiles = (listed - stream + S::kStreams - 1) / S::kStreams;  // of this stream: every other one of the list
-  const auto live_of = [&](int t) -> u32 { return sm.live[t * S::kStreams + stream]; };  // one tile too far is read, never used
+  // Of each stream: every other one of the list. The last one of the second stream may be empty: with as many barriers in either,
+  // racecheck can follow them.
+  const int tiles = (listed + S::kStreams - 1) / S::kStreams;
+  const auto live_of = [&](int t) -> u32 { return sm.live[t * S::kStreams + stream]; };
 
   Output<S> o = {};
   Running<kOwnTiles> running;
@@ -248,7 +250,7 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
     constexpr int kTilesPerFetch = 32 / S::kRows;
     const int fetch = t / kTilesPerFetch;
     const bool mine = S::kStreams > 1 ? fetch % S::kSlices == slice : fetch % S::kWarps == warp;
-    if (t % kTilesPerFetch == 0 && mine) prefetch_indices(sm, stream, t + S::kIndexTiles, tiles);
+    if (t % kTilesPerFetch == 0 && mine) prefetch_indices(sm, stream, t + S::kIndexTiles);
   };
   // Scores of a whole tile that has arrived, `at` its place in the ring; all but those of this warp's own head tile are dealt out.
   const auto score_and_deal = [&](float(&own)[S::kRowTiles][1][4], int at, int buffer) {

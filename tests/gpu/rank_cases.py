@@ -28,14 +28,17 @@ class RankCase:
     control: bool = False  # once more with the first rank's share of the context lost
 
     @property
+    def engine(self) -> EngineCase:
+        """The same engine with one rank."""
+        return EngineCase(self.name, self.rows, heads=self.heads, eager=self.eager)
+
+    @property
     def checkpoint(self) -> str:
-        return EngineCase(self.name, self.rows, heads=self.heads).checkpoint
+        return self.engine.checkpoint
 
     def engine_arguments(self, folder: str, kv_cache_dtype: str) -> dict[str, Any]:
         """Keyword arguments of `vllm.LLM`; see EngineCase."""
-        arguments = EngineCase(self.name, self.rows, heads=self.heads, eager=self.eager).engine_arguments(
-            folder, kv_cache_dtype
-        )
+        arguments = self.engine.engine_arguments(folder, kv_cache_dtype)
         arguments["tensor_parallel_size"] = self.tp
         # NCCL everywhere: vLLM's own all-reduce needs NVLink between more than two cards, which cards of 12.x lack.
         arguments["disable_custom_all_reduce"] = True

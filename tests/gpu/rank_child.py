@@ -92,7 +92,7 @@ def run(case: RankCase, folder: Path) -> dict[str, Any]:
     from tests.gpu.engine_child import generate, kv_cache_dtype
 
     side = "stock" if case.stock else "ours"
-    rows = "auto" if case.odd else kv_cache_dtype(case, side)
+    rows = "auto" if case.odd else kv_cache_dtype(case.engine, side)
     started = time.monotonic()
     with last_rank_differs(case) if case.odd else contextlib.nullcontext():
         llm = LLM(**case.engine_arguments(str(folder / case.checkpoint), rows))
