@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import signal
+import sys
 from pathlib import Path
 
 from overlay.errors import OverlayError
@@ -31,13 +33,22 @@ def run(options: argparse.Namespace) -> int:
     from overlay.bench import bars, cases, report, runner
 
     chosen = cases.grid(options.heads or cases.HEADS, options.tokens or cases.TOKENS)
-    rows = list(runner.measure(chosen, with_peers=not options.no_peers))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    rows, complete = [], True
+    try:
+        for row in runner.measure(chosen, with_peers=not options.no_peers):
+            rows.append(row)  # one by one: what there is stays when the next is interrupted
+    except KeyboardInterrupt:  # what was measured in minutes is not lost
+        complete = False
+        print("interrupted: bars are judged by the cases so far, and those without theirs are not met", file=sys.stderr)
     verdict = bars.bars(rows)
     document = report.document(rows, verdict)
     file = measurement.keep("bench", document, options.out or measurement.DIRECTORY)
     if options.plot:
         report.plot(rows, options.plot)
     print(json.dumps(document) if options.json else f"{document['gpu']}\n{report.text(rows, verdict)}\n\n{file}")
+    if not complete:
+        return 130
     return 1 if options.check and not all(bar.met for bar in verdict) else 0
 
 

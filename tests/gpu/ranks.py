@@ -63,7 +63,12 @@ def load_jobs(gpus: tuple[str, ...], work: Path, env: Mapping[str, str], seconds
 
 
 def run(
-    names: list[str] | None, load: bool, seconds: float, ranks_a_gpu: int, archive: Path | None = None
+    names: list[str] | None,
+    load: bool,
+    seconds: float,
+    ranks_a_gpu: int,
+    archive: Path | None = None,
+    head_start: float = HEAD_START_S,
 ) -> dict[str, Any]:
     """Run the cases (all that this machine can), judge them, write and return the measurement."""
     gpus = jobs.gpus()[:4]
@@ -80,7 +85,7 @@ def run(
         numbers[case.tp] += 1
     (work / PROVENANCE).write_text(json.dumps({**measurement.provenance(), "gpus": len(gpus)}))
     try:
-        ended = jobs.run(todo, ranks_a_gpu * len(gpus), seconds, head_start=HEAD_START_S, say=say)
+        ended = jobs.run(todo, ranks_a_gpu * len(gpus), seconds, head_start=head_start, say=say)
     finally:
         if archive:
             pack(work, archive)
@@ -145,6 +150,12 @@ def main() -> int:
     parser.add_argument("--load", action="store_true", help="load tests and random launches at the same time")
     parser.add_argument("--seconds", type=float, default=1500, help="for everything; what runs then is stopped (1500)")
     parser.add_argument("--ranks-a-gpu", type=int, default=14, help="engine processes that share a GPU (14)")
+    parser.add_argument(
+        "--head-start",
+        type=float,
+        default=HEAD_START_S,
+        help="how long the first engines compile before the others start (170)",
+    )
     parser.add_argument("--case", action="append", choices=[case.name for case in cases(4)], help="only these")
     parser.add_argument("--pack", type=Path, help="archive of all answers and logs, written at the end")
     parser.add_argument("--answers", type=Path, help="judge the answers in this folder, and run nothing")
@@ -155,7 +166,7 @@ def main() -> int:
     elif len(jobs.gpus()) < max(2, options.gpus):
         raise SystemExit(f"{len(jobs.gpus())} GPUs here; this compares engines of several ranks, on {options.gpus}")
     else:
-        report = run(options.case, options.load, options.seconds, options.ranks_a_gpu, options.pack)
+        report = run(options.case, options.load, options.seconds, options.ranks_a_gpu, options.pack, options.head_start)
     return tell(report)
 
 
