@@ -1,9 +1,9 @@
 """Compilation by NVRTC, through CuPy's bindings: a cubin for a named architecture, with neither GPU nor driver."""
 
-import contextlib
 import re
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from overlay.kernel import source
@@ -86,34 +86,59 @@ def build(program: Program, arch: str) -> Binary:
         raise CompileError(
             f"NVRTC {version} cannot compile for {arch} (it knows {listed}); sm_121 needs 12.9: {_NVRTC}"
         )
-    handle = nvrtc.createProgram(program.text, f"{program.name}.cu", (), ())
-    try:
-        with signals_blocked():
-            nvrtc.compileProgram(handle, (*OPTIONS, f"-arch={arch}"))
-        log = nvrtc.getProgramLog(handle)
-        cubin = nvrtc.getCUBIN(handle) + b"\0"  # CuPy 14.2 cuts the last byte, a zero, as if it ended a C string
-    except nvrtc.NVRTCError as error:
-        log = nvrtc.getProgramLog(handle)
-        raise CompileError(f"{program.name} does not compile for {arch} with NVRTC {version}: {error}\n{log}") from None
-    finally:
-        nvrtc.destroyProgram(handle)
+    cubin, log = _compile(nvrtc, program, arch, OPTIONS)
+    if "Used" not in log:
+        # NVRTC 13 keeps what it compiled in the driver's cache of computations, and what comes from there has no log.
+        cubin, log = _compile(nvrtc, program, arch, (*OPTIONS, "--no-cache"))
     return Binary(cubin, read_resources(log, program.name, version))
 
 
-@contextlib.contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Keep SIGINT and SIGTERM from this thread for the seconds that one compilation takes.
-
-    NVRTC puts handlers of its own in their place while it compiles, and they call exit() wherever the compiler happens
-    to be: 2 of 28 interrupted compilations hung in it for good (NVRTC 13.0), and with them every rank that waited for
-    the cache's lock. What comes meanwhile takes effect afterwards, unless NVRTC drops it when it puts the old handlers
-    back; SIGKILL ends a compilation at any time.
-    """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+def _compile(nvrtc, program: Program, arch: str, options: tuple[str, ...]) -> tuple[bytes, str]:
+    handle = nvrtc.createProgram(program.text, f"{program.name}.cu", (), ())
     try:
-        yield
+        _run(lambda: nvrtc.compileProgram(handle, (*options, f"-arch={arch}")))
+        log = nvrtc.getProgramLog(handle)
+        cubin = nvrtc.getCUBIN(handle) + b"\0"  # CuPy 14.2 cuts the last byte, a zero, as if it ended a C string
+    except nvrtc.NVRTCError as error:
+        log, version = nvrtc.getProgramLog(handle), "{}.{}".format(*_version(nvrtc))
+        raise CompileError(f"{program.name} does not compile for {arch} with NVRTC {version}: {error}\n{log}") from None
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        nvrtc.destroyProgram(handle)
+    return cubin, log
+
+
+def _run(compilation: Callable[[], None]) -> None:
+    """Run one compilation and keep the handlers of SIGINT and SIGTERM as they are.
+
+    NVRTC puts handlers of its own in their place when it begins. They call exit() wherever the compiler happens to be:
+    2 of 28 interrupted compilations hung in it for good (NVRTC 13.0), and with them every rank that waited for the
+    cache's lock; where other threads took the signal, 6 of 49 crashed. So it runs beside the main thread, which alone
+    can put handlers back, and does so until it is done.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        compilation()
+        return
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            compilation()
+        except BaseException as error:
+            errors.append(error)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    beside = threading.Thread(target=run, name="nvrtc", daemon=True)
+    beside.start()
+    while beside.is_alive():
+        try:
+            for number, handler in handlers.items():
+                if handler is not None:  # None: it was not Python that set it
+                    signal.signal(number, handler)
+            beside.join(0.001)
+        except BaseException as interrupt:  # raised once the compiler has let go of the program
+            errors.insert(0, interrupt)
+    if errors:
+        raise errors[0]
 
 
 def read_resources(log: str, name: str, version: str) -> Resources:

@@ -105,6 +105,20 @@ def test_nvrtc_too_old_for_the_gpu_is_named_with_the_way_out(monkeypatch):
     assert 121 in nvrtc.getSupportedArchs()
 
 
+def test_what_comes_from_nvrtcs_own_cache_is_compiled_again(monkeypatch):
+    """It has no log, so nobody could say what it needs."""
+    asked, compile_program = [], build._compile
+
+    def cached(nvrtc, program, arch, options):
+        asked.append(options)
+        cubin, log = compile_program(nvrtc, program, arch, options)
+        return cubin, log if "--no-cache" in options else ""
+
+    monkeypatch.setattr(build, "_compile", cached)
+    assert build.build(build.index_rows_program(), "sm_90").resources.registers > 0
+    assert asked == [build.OPTIONS, (*build.OPTIONS, "--no-cache")]
+
+
 def test_a_log_without_resources_is_refused():
     with pytest.raises(CompileError, match="does not report the resources of kernel"):
         build.read_resources("nothing here", "kernel", "13.0")

@@ -1,7 +1,9 @@
 """The load test sees what it is there to see: real clients over HTTP against a server that misbehaves in one way."""
 
 import asyncio
+import contextlib
 import copy
+import json
 import subprocess
 import sys
 import time
@@ -81,6 +83,26 @@ def test_every_malformed_request_comes_and_is_refused(stock):
 def test_a_fault_is_seen(stock, process, tmp_path, fault, said):
     found = load.judge(measured(Engine(fault), process, tmp_path), stock)
     assert any(said in problem for problem in found), found
+
+
+def test_a_run_from_beginning_to_end(short, process, tmp_path, monkeypatch, capsys):
+    """Both servers at once, and the file that is kept; what is not there is the server's process and its GPU."""
+    kept = {}
+    monkeypatch.setattr(load.measurement, "keep", lambda name, document: kept.update({name: document}))
+    monkeypatch.setattr(load.jobs, "gpus", lambda: ("0", "1"))
+    monkeypatch.setattr(load.load_cases, "growth", lambda samples, seconds: {"gpu": 0.0, "host": 0.0})
+
+    @contextlib.contextmanager
+    def servers(tp, clients, folder):
+        with serve(Engine()) as one, serve(Engine("nan")) as two:
+            sides = (("ours", one), ("stock", two))
+            yield [load.Running(side, process, port, ("0",), folder / side) for side, port in sides]
+
+    monkeypatch.setattr(load, "servers", servers)
+    monkeypatch.setattr("sys.argv", ["load", "--clients", "8", "--seconds", "2", "--folder", str(tmp_path)])
+    assert load.main() == 0
+    assert kept["load"]["problems"] == [] and kept["load"]["stock"]["largest_difference"] == "inf"
+    assert "Infinity" not in json.dumps(kept) and capsys.readouterr().out.startswith("ours ")
 
 
 def test_what_stock_answers_to_nonsense_is_not_held_against_ours(stock, process, tmp_path):
