@@ -75,13 +75,12 @@ def measure(heads: int, where: str, sizes: tuple[int, ...] = batches.SIZES) -> I
 
 def answers(driven: "Driven", kv_cache_dtype: str, where: str, sizes: tuple[int, ...]) -> Iterator[Row]:
     """Every batch by one backend; after an exception it is asked no more."""
-    rows = batches.stored(batches.latents(where), kv_cache_dtype)
     for tokens in sizes:
         for kind in batches.KINDS:
             required = driven.name == OURS or kind == batches.KINDS[0]
             case = dict(backend=driven.name, kv_cache_dtype=kv_cache_dtype, index_rows=kind, tokens=tokens)
             batch = batches.make(tokens, kind, driven.heads, where)
-            wanted, _ = sparse_mla_reference(batch.queries, rows, batch.rows, SCALE)
+            wanted, _ = sparse_mla_reference(batch.queries, driven.rows, batch.rows, SCALE)
             try:
                 found = batches.compare(driven.attend(batch), wanted)
             except Exception as why:
@@ -197,11 +196,13 @@ class Driven:
                 config.cache_config.cache_dtype = kv_cache_dtype
                 raise Unavailable(f"vLLM stores {self.layer.kv_cache_dtype} where {kv_cache_dtype} is asked for")
             self.layer.process_weights_after_loading(torch.bfloat16)
+        with set_current_vllm_config(config):  # and no default device: builders keep buffers on the host beside others
             spec = backend.customize_spec(self.layer.get_kv_cache_spec(config))
             spec = dataclasses.replace(spec, block_size=BLOCK)
             self.builder = backend.get_builder_cls()(spec, [self.layer.layer_name], config, torch.device(where))
         self.cache = cache(spec, where)
         self.write()
+        self.rows = self.read()
 
     def write(self) -> None:
         """Fill every block by vLLM's own cache writer."""
@@ -214,6 +215,12 @@ class Driven:
         self.layer.impl.do_kv_cache_update(
             rows, no_rope, self.cache, slots, self.layer.kv_cache_dtype, self.layer._k_scale
         )
+
+    def read(self) -> torch.Tensor:
+        """The latent rows that attention reads, fp32 [BLOCKS * BLOCK, 512]: what the format makes of those written."""
+        if self.layer.kv_cache_dtype == "fp8_ds_mla":  # its writer chooses the scales
+            return batches.unpacked(self.cache.reshape(BLOCKS * BLOCK, -1))
+        return batches.stored(batches.latents(self.cache.device), self.layer.kv_cache_dtype)
 
     def attend(self, batch: Batch) -> torch.Tensor:
         """The implementation's output for a batch, [T, heads, 512], as `MLAAttention.forward_impl` would ask for it."""

@@ -89,19 +89,28 @@ def latents(device: str | torch.device = "cpu") -> torch.Tensor:
 
 
 def stored(rows: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
-    """What a cache of this dtype holds of latent rows, fp32."""
-    values = rows.float()
+    """What a cache of this dtype, bfloat16 or fp8, holds of latent rows, fp32."""
     if kv_cache_dtype == "bfloat16":
-        return values
-    if kv_cache_dtype == "fp8":
-        scale = torch.tensor(K_SCALE, device=rows.device)
-    elif kv_cache_dtype == "fp8_ds_mla":
-        values = values.unflatten(1, (-1, GROUP))
-        scale = values.abs().amax(-1, keepdim=True) / FP8_MAX
-    else:
+        return rows.float()
+    if kv_cache_dtype != "fp8":
         raise ValueError(f"rows of {kv_cache_dtype} are not known here")
-    codes = (values / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return (codes.float() * scale).reshape(rows.shape)
+    codes = (rows.float() / K_SCALE).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return codes.float() * K_SCALE
+
+
+def unpacked(packed: torch.Tensor) -> torch.Tensor:
+    """fp32 [n, 512] of fp8_ds_mla rows, uint8 [n, 656]: 512 codes, then four fp32 scales, of 128 codes each.
+
+    Raises ValueError where they are not the latent rows to within the steps of fp8, whatever the scales.
+    """
+    codes = packed[:, :LATENT].contiguous().view(torch.float8_e4m3fn).float()
+    scales = packed[:, LATENT : LATENT + 16].contiguous().view(torch.float32)
+    rows = (codes.unflatten(1, (-1, GROUP)) * scales[..., None]).flatten(1)
+    written = latents(packed.device)[: len(rows)].float()
+    error = ((rows - written).norm(dim=1) / written.norm(dim=1)).max().item()
+    if not error < 0.05:
+        raise ValueError(f"the cache writer stored rows that are off by {error:.2g}")
+    return rows
 
 
 @dataclass(frozen=True)

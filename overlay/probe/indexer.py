@@ -21,7 +21,8 @@ from overlay.probe import device, scores
 from overlay.probe.scores import Case, K
 
 # Values of --sparse-indexer-topk-backend. `auto` is what every engine uses that was not told otherwise.
-FLAGS = ("auto", "cooperative", "persistent", "per_row", "flashinfer", "deep_select")
+# FlashInfer's comes last: it is compiled at its first use, for minutes.
+FLAGS = ("auto", "cooperative", "persistent", "per_row", "deep_select", "flashinfer")
 EXPANSION = "vllm.models.glm5next.nvidia.ops.kpool_compress"
 # Ids past every row's pools, and such that multiplying by the pool's size wraps around to.
 GARBAGE = (2**31, 1 << 40, -(2**31), 5000)

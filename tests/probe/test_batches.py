@@ -56,12 +56,36 @@ def test_rows_follow_the_block_table(batch):
     assert batch.rows.max() < batches.BLOCKS * batches.BLOCK and batch.block_table.min() > 0
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 0.0), ("fp8", 0.07), ("fp8_ds_mla", 0.07)])
+@pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 0.0), ("fp8", 0.07)])
 def test_stored_rows(dtype, error):
     rows = batches.latents()[:100]
     found = (batches.stored(rows, dtype) - rows.float()).abs()
     assert (found <= error * rows.float().abs() + 0.01 * (error > 0)).all()
     assert (found > 0).any() == (error > 0)
+
+
+def packed(factor: float) -> torch.Tensor:
+    """fp8_ds_mla rows of the latents by the definition, their scales `factor` times what uses the range of fp8."""
+    groups = batches.latents()[:50].float().unflatten(1, (-1, 128))
+    scales = groups.abs().amax(-1) / 448 * factor
+    rows = torch.full((50, 656), 255, dtype=torch.uint8)
+    rows[:, :512] = (groups / scales[..., None]).to(torch.float8_e4m3fn).flatten(1).view(torch.uint8)
+    rows[:, 512:528] = scales.view(torch.uint8)
+    return rows
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.7, 16.0])
+def test_packed_rows_are_read_whatever_scales_their_writer_chose(factor):
+    rows = packed(factor)
+    found = batches.unpacked(rows)
+    assert torch.allclose(found, batches.latents()[:50].float(), rtol=0.07, atol=0.02)
+
+
+def test_packed_rows_with_other_scales_than_their_codes_are_refused():
+    rows = packed(1.0)
+    rows[:, 512:528] = rows[:, 512:528].view(torch.float32).mul(2).view(torch.uint8)
+    with pytest.raises(ValueError, match="off by 1"):
+        batches.unpacked(rows)
 
 
 def test_unknown_rows_are_refused():
