@@ -39,7 +39,7 @@ def short():
     monkeypatch.undo()
 
 
-def measured(engine: Engine, process: subprocess.Popen, tmp_path, seconds: float = 2.0) -> dict:
+def measured(engine: Engine, process: subprocess.Popen, tmp_path, seconds: float = 1.2) -> dict:
     with serve(engine) as port:
         running = load.Running("ours", process, port, ("0",), tmp_path / "log")
         figures = asyncio.run(load.measure(running, 12, seconds, time.monotonic() + 60))

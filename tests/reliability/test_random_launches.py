@@ -79,7 +79,7 @@ def small(count):
 
 def test_launches_that_are_small_enough_for_the_emulator(on_this_machine):
     pool = Pool.make(CPU, 1)
-    for drawn in small(3):
+    for drawn in small(2):
         launch(drawn, pool, 1)
 
 
