@@ -28,12 +28,14 @@ def provenance() -> dict[str, object]:
 
 
 def commit() -> str:
-    """The checkout's commit, with `+` where files differ from it. GIT_COMMIT says it for a copy without history."""
+    """The checkout's commit, with `+` where files differ from it. GIT_COMMIT overrides it: a copy may lack the history."""
+    if stated := os.environ.get("GIT_COMMIT"):
+        return stated
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GIT_COMMIT", "unknown")
+        return "unknown"
 
 
 def keep(name: str, document: Mapping[str, object], directory: Path = DIRECTORY) -> Path:
