@@ -132,7 +132,7 @@ def tolerances(stock: list[dict], again: list[dict], tolerance: float) -> list[f
     return [max(tolerance, 1.5 * noise) for noise in compare(stock, again, [math.inf] * len(stock)).by_prompt]
 
 
-def compare(stock: list[dict], ours: list[dict], allowed: list[float], jump_share: float = JUMP_SHARE) -> Difference:
+def compare(stock: list[dict], ours: list[dict], allowed: list[float]) -> Difference:
     """Compare the answers to the same prompts: tokens while their contexts agree, and every log-probability.
 
     A differing token is a problem where the stock engine's best two are further apart than both engines' noise
@@ -166,7 +166,7 @@ def compare(stock: list[dict], ours: list[dict], allowed: list[float], jump_shar
                 f"prompt {number}: log-probabilities of its answer differ by up to {largest:.4f}, "
                 f"allowed is {tolerance:.4f}"
             )
-    if len(found.jumps) > jump_share * found.prompt_tokens:
+    if len(found.jumps) > JUMP_SHARE * found.prompt_tokens:
         worst = max(found.jumps, key=lambda jump: jump[2])
         found.problems.append(
             f"{len(found.jumps)} of {found.prompt_tokens} prompt log-probabilities differ by more than is allowed, "

@@ -1,6 +1,6 @@
 """Engines of two and four ranks on this machine's GPUs, against one rank; all in child processes, side by side.
 
-    python -m tests.gpu.ranks [--gpus 2|4] [--load] [--seconds N] [--case NAME ...] [--answers FOLDER]
+    python -m tests.gpu.ranks [--gpus 2|4] [--load] [--seconds N] [--case NAME ...] [--answers FOLDER [--name NAME]]
 
 Writes docs/measurements/ranks-GPU.json and exits 1 where anything is not as it must be. With --load, `tests.gpu.load`
 and `tests.gpu.random_launches` run at the same time and write files of their own.
@@ -15,6 +15,7 @@ import sys
 import tarfile
 from collections import Counter
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,9 @@ def run(
 ) -> dict[str, Any]:
     """Run the cases (all that this machine can), judge them, write and return the measurement."""
     gpus = jobs.gpus()[:4]
-    chosen = [case for case in cases(len(gpus)) if names is None or case.name in names]
+    machine = {**measurement.provenance(), "gpus": len(gpus), "cutedsl": find_spec("cutlass") is not None}
+    left_out = not_run(len(gpus), machine["cutedsl"], names)
+    chosen = [case for case in cases(4) if case.name not in left_out]
     work = WORK / f"{os.getpid()}"
     work.mkdir(parents=True)
     for heads in sorted({case.heads for case in chosen}):
@@ -83,7 +86,7 @@ def run(
     for case in chosen:
         todo.append(job_of(case, numbers[case.tp], gpus, work, stock if case.stock else ours))
         numbers[case.tp] += 1
-    (work / PROVENANCE).write_text(json.dumps({**measurement.provenance(), "gpus": len(gpus)}))
+    (work / PROVENANCE).write_text(json.dumps(machine))
     try:
         ended = jobs.run(todo, ranks_a_gpu * len(gpus), seconds, head_start=head_start, say=say)
     finally:
@@ -99,7 +102,8 @@ def run(
 def report_of(names: list[str] | None, work: Path) -> dict[str, Any]:
     """Judge the answers in `work`, which may come from another machine; None: to all that it could run."""
     provenance = json.loads((work / PROVENANCE).read_text())
-    chosen = [case for case in cases(provenance["gpus"]) if names is None or case.name in names]
+    left_out = not_run(provenance["gpus"], provenance["cutedsl"], names)
+    chosen = [case for case in cases(4) if case.name not in left_out]
     results = {}
     for case in chosen:
         file = work / f"{case.name}.json"
@@ -107,13 +111,14 @@ def report_of(names: list[str] | None, work: Path) -> dict[str, Any]:
     verdicts = [judge(case, results) for case in chosen]
     compiled = compilations(work)
     problems = [f"{name} was compiled {count} times" for name, count in compiled.items() if count != 1]
-    if not compiled:
+    served = sum(len(v.get("ranks", ())) for v in verdicts if not v["name"].startswith("stock"))
+    if served and not compiled:
         problems.append("no start-up log says that a kernel was compiled")
     return {
         **provenance,
-        "not_run": not_run(provenance["gpus"]),
+        "not_run": left_out,
         "compiled": compiled,
-        "processes_with_kernels": sum(len(v.get("ranks", ())) for v in verdicts if not v["name"].startswith("stock")),
+        "processes_with_kernels": served,
         "cases": verdicts,
         "problems": problems,
     }
@@ -140,6 +145,11 @@ def pack(work: Path, file: Path) -> None:
             archive.add(path, path.name)
 
 
+def by_reason(left_out: Mapping[str, str]) -> dict[str, list[str]]:
+    """Names of what was not run, by why."""
+    return {reason: [n for n, why in left_out.items() if why == reason] for reason in dict.fromkeys(left_out.values())}
+
+
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -159,10 +169,11 @@ def main() -> int:
     parser.add_argument("--case", action="append", choices=[case.name for case in cases(4)], help="only these")
     parser.add_argument("--pack", type=Path, help="archive of all answers and logs, written at the end")
     parser.add_argument("--answers", type=Path, help="judge the answers in this folder, and run nothing")
+    parser.add_argument("--name", default="ranks", help="of the measurement that --answers writes (ranks)")
     options = parser.parse_args()
     if options.answers:
         report = report_of(options.case, options.answers)
-        measurement.keep("ranks", report)
+        measurement.keep(options.name, report)
     elif len(jobs.gpus()) < max(2, options.gpus):
         raise SystemExit(f"{len(jobs.gpus())} GPUs here; this compares engines of several ranks, on {options.gpus}")
     else:
@@ -179,8 +190,8 @@ def tell(report: Mapping[str, Any]) -> int:
             print(f"    {problem}")
     for problem in report["problems"]:
         print(problem)
-    if report["not_run"]:
-        print(f"not run, for want of GPUs: {', '.join(report['not_run'])}")
+    for reason, names in by_reason(report["not_run"]).items():
+        print(f"not run, {reason}: {', '.join(names)}")
     return int(bool(report["problems"]) or any(case["problems"] for case in report["cases"]))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from overlay.measurement import DIRECTORY
 from tests.conftest import ROOT
+from tests.gpu.ranks import by_reason
 
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- figures: python -m tests.reliability.page -->\n", "<!-- end of figures -->\n"
@@ -38,6 +39,7 @@ def figures(directory: Path = DIRECTORY) -> str:
         ("load", load),
         ("load-tp4", load),
         ("ranks", ranks),
+        ("refusals", cases),
     ):
         found = measurements(name, directory)
         parts += ["\n".join([_source(file, said), "", *tell(said)]) for file, said in found]
@@ -101,7 +103,8 @@ _LOAD_ROWS = (
 )
 
 
-def ranks(said: Mapping[str, Any]) -> Iterator[str]:
+def cases(said: Mapping[str, Any]) -> Iterator[str]:
+    """The engines of one run that were ours, each with what became of it."""
     rows = []
     for case in said["cases"]:
         if case["name"].startswith("stock"):
@@ -109,15 +112,25 @@ def ranks(said: Mapping[str, Any]) -> Iterator[str]:
         outcome = "; ".join(case["problems"]) or "ok"
         refused = " ".join(case.get("refused", "").split())[:190]
         differs = refused or _short(case.get("largest_generated_difference", ""))
-        allowed = _short(max(case.get("allowed_by_prompt", [0])))
-        rows.append((case["name"], case.get("against", ""), differs, allowed, outcome))
-    yield _table(("engine", "against", "generated tokens differ by, or error", "allowed at most", "outcome"), rows)
-    compiled = said["compiled"]
-    times = "each once" if set(compiled.values()) == {1} else f"{sum(compiled.values())} times"
-    yield f"\n{len(compiled)} kernels were compiled, {times}; {said['processes_with_kernels']} ranks ran our engines."
+        rows.append((case["name"], case.get("against", ""), case.get("generated_tokens", ""), differs, outcome))
+    yield _table(("engine", "against", "tokens compared", "log-probabilities differ by, or error", "outcome"), rows)
+
+
+def ranks(said: Mapping[str, Any]) -> Iterator[str]:
+    yield from cases(said)
+    for case in said["cases"]:
+        if "stock_largest_by_prompt" in case:
+            ours, stock = (", ".join(f"{value:.3f}" for value in case[key]) for key in _BY_PROMPT)
+            yield f"\n{case['name']}: largest difference of each prompt {ours}; of vLLM's own on as many ranks {stock}."
+    if compiled := said["compiled"]:
+        times = "each once" if set(compiled.values()) == {1} else f"{sum(compiled.values())} times"
+        yield f"\n{len(compiled)} kernels compiled, {times}; {said['processes_with_kernels']} ranks ran our engines."
     yield from (f"- {problem}" for problem in said["problems"])
-    if said["not_run"]:
-        yield f"Not run, for want of GPUs: {', '.join(said['not_run'])}."
+    for reason, names in by_reason(said["not_run"]).items():
+        yield f"\nNot run, {reason}: {', '.join(names)}."
+
+
+_BY_PROMPT = ("largest_by_prompt", "stock_largest_by_prompt")
 
 
 def _short(value: object) -> str:

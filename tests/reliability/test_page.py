@@ -37,15 +37,17 @@ def test_failures_of_the_load_are_shown(tmp_path, name):
 
 
 def test_ranks(tmp_path):
-    good = {"name": "tp2", "against": "tp1", "problems": [], "allowed_by_prompt": [0.02, 0.05],
-            "largest_generated_difference": 0.011}  # fmt: skip
-    cases = [good, {**good, "name": "tp4", "problems": ["no answer"]}, {**good, "name": "stock tp1"},
+    good = {"name": "tp2", "against": "tp1", "problems": [], "largest_by_prompt": [0.011], "generated_tokens": 144,
+            "stock_largest_by_prompt": [0.012], "largest_generated_difference": 0.011}  # fmt: skip
+    cases = [good, {**good, "name": "tp4", "problems": ["no answer"]}, {"name": "stock tp1", "problems": []},
              {"name": "odd", "refused": "RanksDiffer: rank 1\nmore", "problems": []}]  # fmt: skip
     document = {"gpus": 4, "cases": cases, "compiled": {"k": 1}, "processes_with_kernels": 9, "problems": ["late"],
-                "not_run": ["x"]}  # fmt: skip
+                "not_run": {"x": "for want of GPUs"}}  # fmt: skip
     text = kept(tmp_path, "ranks", document)
-    assert "| tp2 | tp1 | 0.0110 | 0.0500 | ok |" in text and "| no answer |" in text and "stock tp1" not in text
+    assert "| tp2 | tp1 | 144 | 0.0110 | ok |" in text and "| no answer |" in text and "stock tp1" not in text
     assert "RanksDiffer: rank 1" in text and "each once; 9 ranks" in text and "- late" in text
+    assert "tp2: largest difference of each prompt 0.011; of vLLM's own on as many ranks 0.012." in text
+    assert "Not run, for want of GPUs: x." in text
 
 
 def test_launches(tmp_path):

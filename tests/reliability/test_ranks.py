@@ -103,7 +103,14 @@ def test_everything_that_a_comparison_needs_runs_on_the_same_machine():
         for case in cases(gpus):
             if case.refusal is None and case.tp > 1:
                 assert {reference(case), *noise(case)} <= here
-    assert not not_run(4) and all(name.startswith(("tp4", "stock tp4")) for name in not_run(2))
+    assert not not_run(4, True) and all(name.startswith(("tp4", "stock tp4")) for name in not_run(2, True))
+
+
+def test_what_is_not_run_is_named_with_the_reason():
+    merged = not_run(4, False)
+    assert set(merged) == {case.name for case in cases(4) if case.dcp > 1 and case.refusal is None}
+    assert all("CuteDSL" in reason for reason in merged.values())
+    assert not_run(4, True, ["tp1 64 bf16"])["tp1 64 fp8"] == "because it was not asked for"
 
 
 def test_the_cases_are_those_that_are_promised():
@@ -141,6 +148,7 @@ def driver(tmp_path, monkeypatch):
     """`run` as on a machine of two GPUs; its children write what `good` says, and start-up lines."""
     monkeypatch.setattr(ranks, "WORK", tmp_path / "work")
     monkeypatch.setattr(jobs, "gpus", lambda: ("0", "1"))
+    monkeypatch.setattr(ranks, "find_spec", lambda name: object())
     monkeypatch.setattr(ranks, "write_checkpoint", lambda heads, work: None)
     kept = {}
     monkeypatch.setattr(ranks.measurement, "keep", lambda name, document: kept.update({name: document}))
@@ -165,7 +173,7 @@ def test_the_driver_judges_all_that_two_gpus_can_run_and_names_the_rest(driver, 
     assert kept["ranks"] is report and ranks.tell(report) == 0
     assert [case["name"] for case in report["cases"]] == [case.name for case in cases(4) if case in cases(2)]
     assert report["compiled"] == {"sparse_mla_h32_bf16": 1}
-    assert "not run, for want of GPUs: tp4 64 bf16 graphs" in capsys.readouterr().out
+    assert "not run, for want of four GPUs: tp4 64 bf16 graphs" in capsys.readouterr().out
     assert (tmp_path / "all.tgz").stat().st_size > 1000
 
 
