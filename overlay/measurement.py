@@ -28,7 +28,7 @@ def provenance() -> dict[str, object]:
 
 
 def commit() -> str:
-    """The checkout's commit, with `+` where files differ from it. GIT_COMMIT overrides it: a copy may lack the history."""
+    """The checkout's commit, with `+` where files differ from it. GIT_COMMIT overrides it: copies lack history."""
     if stated := os.environ.get("GIT_COMMIT"):
         return stated
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]

@@ -18,11 +18,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=_numbers, metavar="LIST", help="head counts, comma separated (8,16,32,64)")
     parser.add_argument("--tokens", type=_numbers, metavar="LIST", help="token counts (1,8,64,128,1024,4096)")
     parser.add_argument("--no-peers", action="store_true", help="leave the peers out: they compile for minutes")
+    parser.add_argument(
+        "--project",
+        type=Path,
+        metavar="FILE",
+        help="project this run, kept on an H200, to RTX 5090, RTX PRO 6000 and GB10 (needs no GPU)",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where bench-GPU.json goes (docs/measurements)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, and keep the run in docs/measurements; 1 with --check where a bar is missed."""
+    if options.project:
+        return _project(options.project, options.json)
     try:
         import torch
     except ImportError as error:
@@ -50,6 +58,26 @@ def run(options: argparse.Namespace) -> int:
     if not complete:
         return 130
     return 1 if options.check and not all(bar.met for bar in verdict) else 0
+
+
+def _project(file: Path, as_json: bool) -> int:
+    from overlay.bench import projection
+    from overlay.table import table
+
+    try:
+        run = json.loads(file.read_text())
+        gpu, rows = run["gpu"], run["rows"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OverlayError(f"{file} is no run of this bench: {type(error).__name__}: {error}") from error
+    if gpu != "NVIDIA H200":
+        raise OverlayError(f"{file} was measured on {gpu}; the projection starts from an NVIDIA H200")
+    headers, cells = projection.table(projection.projections(rows))
+    if as_json:
+        print(json.dumps([dict(zip(headers, row, strict=True)) for row in cells]))
+        return 0
+    print(f"A projection, not a measurement: {projection.TOKENS} tokens x {projection.COLUMNS} columns, milliseconds\n")
+    print(table(headers, cells))
+    return 0
 
 
 def _numbers(text: str) -> tuple[int, ...]:
