@@ -24,8 +24,8 @@ What is known and what is not:
 - The settings come from what others reported and from vLLM's own code. **No figure on this page was measured with this
   overlay**: how its kernel and vLLM's native one compare on 12.x is unmeasured until somebody with such a card runs
   `python -m overlay bench` and `python -m overlay accept`.
-- Every line was given to the argument parsers of vLLM 0.30.0, 0.31.0 and 0.33.0; `recipe NAME --check` rehearses it with the
-  installed release.
+- Every line was given to the argument parsers of vLLM 0.30.0, 0.31.0 and 0.33.0; `recipe NAME --check` rehearses it
+  with the installed release.
   The test suite does both for the installed one, for every box.
 - The memory sums are arithmetic: 181.3 GiB of weights over the ranks, 3 GiB for activations, CUDA graphs, CUDA, NCCL,
   the rest for the KV cache.
