@@ -75,6 +75,7 @@ def vllm(monkeypatch):
             module = ModuleType(name)
             vars(module).update(contents)
             monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr("tests.gpu.engine_child.prompts", lambda: [[65] * 7, list(range(40))])
         pids = iter(range(1000))
         monkeypatch.setattr(rank_child.os, "getpid", lambda: next(pids))
         said = None if case.stock else {"fingerprint": "f00d"}

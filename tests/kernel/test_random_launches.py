@@ -10,7 +10,6 @@ from overlay.kernel.variants import MAX_COLUMNS
 from tests.gpu import kernel_cases as cases
 from tests.gpu import random_launches
 from tests.gpu.random_launches import PATTERNS, POOL_ROWS, Pool, draw, indices, launch
-from tests.kernel.conftest import emulated, library, on_cpu  # noqa: F401
 
 CPU = torch.device("cpu")
 DRAWS = [draw(1, number) for number in range(10_000)]
@@ -56,7 +55,7 @@ def test_indices_are_what_the_pattern_says(pattern):
 
 
 @pytest.fixture
-def on_this_machine(emulated, monkeypatch):  # noqa: F811
+def on_this_machine(emulated, monkeypatch):
     """The launches run in the emulator."""
     monkeypatch.setattr(cases, "gpu", lambda: CPU)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
