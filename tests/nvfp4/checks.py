@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 from overlay.nvfp4.cpu_load import Lines, engine_config, load, numbers
+from tests.nvfp4 import installed
 from tests.nvfp4.checkpoints import FORMATS, GEOMETRY, INTERMEDIATE, tensors, write
 from tests.nvfp4.runner import attempt, describe, poisoned
 from tests.nvfp4.scenarios import (
@@ -128,6 +129,9 @@ def classify(base: Path, name: str, kind: str, prefix: str) -> dict[str, Any]:
     owner = getattr(layer, "scheme", None) or method
     spec = getattr(owner, "spec", None)
     weight_only = getattr(owner, "use_a16", False) or (spec is not None and spec.activation is None)
+    if not installed.since(0, 30):  # said by the class of a linear layer, by the backend of compressed-tensors' experts
+        backend = getattr(owner, "nvfp4_backend", None)
+        weight_only |= "W4A16" in type(owner).__name__ or (backend is not None and backend.name == "MARLIN")
     return {"config": type(config.quant_config).__name__, "method": type(owner).__name__, "w4a16": bool(weight_only)}
 
 
@@ -165,7 +169,9 @@ def nameless_layer() -> dict[str, Any]:
     from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 
     own = {"quant_method": "NVFP4", "is_checkpoint_nvfp4_serialized": True}
-    with set_current_vllm_config(mock.MagicMock(load_config=mock.MagicMock(load_format="auto"))), poisoned(0.0):
+    kernels = mock.MagicMock(linear_backend="auto", linear_backend_per_quant=None)
+    load_config = mock.MagicMock(load_format="auto")
+    with set_current_vllm_config(mock.MagicMock(load_config=load_config, kernel_config=kernels)), poisoned(0.0):
         layer = ReplicatedLinear(64, 64, bias=False, quant_config=ModelOptNvFp4Config(**own), prefix="")
     layer.weight_scale.data.fill_(1.0)
     layer.weight_scale_2.data.fill_(0.02)

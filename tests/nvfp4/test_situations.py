@@ -4,6 +4,7 @@ where what is done about one is not the layer's alone to decide.
 
 import pytest
 
+from tests.nvfp4 import installed
 from tests.nvfp4.outcomes import FORMATS, experts, is_right, is_sane, is_weight_only, is_weight_only_linear, linears
 
 
@@ -13,7 +14,10 @@ class TestReload:
 
     def test_complete(self, stock, wrapped, form):
         after = wrapped[f"{form}/reload complete"]
-        if form == "quark":
+        if form == "quark" and not installed.QUARK_RELOADS:
+            assert "quant method must be one of" in stock[f"{form}/reload complete"]["error"]
+            assert "error" in after
+        elif form == "quark":
             # Quark's input scales are copied twice, vLLM's counting takes the layer for complete before its last tensor
             # arrives, and stock goes on with what was in memory.
             assert "no usable value in w2_weight_scale_2, experts 3" in after["error"]
@@ -68,6 +72,12 @@ def test_a_flag_for_16_bit_activations_is_left_alone(stock, wrapped):
 class TestExpertParallel:
     """The first of two ranks, with experts 0 and 1; FlashInfer's scale spans both ranks, CUTLASS's one."""
 
+    @pytest.fixture(autouse=True)
+    def spans_ranks(self, stock, backend):
+        if backend == "cutlass" and not installed.CUTLASS_SPANS_RANKS:
+            assert "does not support parallel config" in stock["ranks/local dead/cutlass"]["error"]
+            pytest.skip("CUTLASS experts are for one rank alone before vLLM 0.32")
+
     def test_experts_of_other_ranks_are_not_missing(self, stock, wrapped, backend):
         name = f"ranks/remote unloaded/{backend}"
         assert all(is_right(layer) for layer in experts(wrapped[name]))
@@ -95,7 +105,10 @@ def test_expert_parallel_complete(stock, wrapped):
 
 def test_a_draft_head_is_not_a_missing_scale(stock, wrapped):
     """vLLM replaces it by the target's head after loading (vllm-project/vllm#57532)."""
-    assert "was never loaded (still NaN)" in stock["draft head"]["error"]
+    if installed.LOOKS_FOR_BLOCK_SCALES:
+        assert "was never loaded (still NaN)" in stock["draft head"]["error"]
+    else:
+        assert "error" not in stock["draft head"]
     assert all(is_right(layer) for layer in experts(wrapped["draft head"]))
     assert [line for line in wrapped["draft head"]["log"] if "lm_head: nothing was loaded" in line]
     assert "ScaleError: ModelOpt linear lm_head: nothing was loaded" in wrapped["missing head"]["error"]
@@ -119,12 +132,14 @@ def test_an_unknown_algorithm_names_the_layer(wrapped):
     assert "W8A8_SQ_PER_CHANNEL" in said
 
 
+@pytest.mark.skipif(not installed.HAS_REQUANTISATION, reason="experts are requantised online from vLLM 0.32 on")
 def test_online_requantisation_reads_no_unloaded_scale(stock, wrapped):
     assert wrapped["requantise"] == stock["requantise"]
     assert stock["requantise without a scale"]["largest"] > 1e30
     assert "no usable value in w2_weight_scale_2, experts 1" in wrapped["requantise without a scale"]["error"]
 
 
+@pytest.mark.skipif(not installed.HAS_WEIGHT_CACHE, reason="weights are cached in a kernel's format from vLLM 0.30 on")
 def test_preprocessed_weights_are_not_looked_at(stock, wrapped):
     assert wrapped["preprocessed"]["error"] == stock["preprocessed"]["error"]
     assert "pre-processed weights require FLASHINFER_TRTLLM" in wrapped["preprocessed"]["error"]
