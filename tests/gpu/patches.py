@@ -206,7 +206,7 @@ def graphs(answers: Answers) -> dict[str, Any]:
 
 def differences(stock: Mapping[str, Any], ours: Mapping[str, Any], dtype: str) -> list[str]:
     both = [engine["answers"][:PROMPTS] for engine in (stock, ours)]
-    return compare(*both, [TOLERANCE[dtype]] * PROMPTS, JUMP_SHARE).problems
+    return compare(*both, [TOLERANCE[dtype]] * PROMPTS).problems
 
 
 def backends(engine: Mapping[str, Any]) -> set[str]:
