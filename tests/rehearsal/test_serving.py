@@ -129,7 +129,9 @@ def test_a_signal_takes_the_server_along(base: dict[str, str], tmp_path: Path, n
     code = f"""
 from pathlib import Path
 from overlay import serving
+import signal
 import time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started without
 serving.STOP_S = 2.0
 with serving.serve(Path("tiny"), [], Path({str(log)!r}), timeout=60):
     print("up", flush=True)
