@@ -61,8 +61,8 @@ struct Shape {
   static constexpr bool kEarlyValues = Heads == 8 && kRowTiles * kDimTiles * (Fp8 ? 2 : 4) <= 64;
   // Dims whose values are loaded at once: as many as the registers allow beside the ones in use.
   static constexpr int kStepTiles = kEarlyValues ? kPieceTiles : kPieceTiles / (Heads == 32 && Rows == 32 ? 4 : 2);
-  // Whether the compiler is told that a warp's number is the same in all its lanes. Addresses then take uniform registers: 3 to
-  // 5 % of the time with up to 16 heads, 1 % with 32 in bf16; with 64 heads and with 32 in fp8 its schedule is 5 % slower.
+  // Whether the compiler is told that a warp's number is the same in all its lanes. Addresses then take uniform registers: 1 to
+  // 2 % faster with up to 16 heads and with 32 in bf16; with 64 heads and with 32 in fp8 its schedule is 4 to 5 % slower.
   static constexpr bool kUniformWarp = Heads <= 16 || (Heads == 32 && !Fp8);
   // Warps that share a slice have the shared memory for it: the scores of the next tile are computed while those of this one are
   // exchanged, with one barrier a tile.
