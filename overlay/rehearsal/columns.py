@@ -67,9 +67,11 @@ def ask_all(
 ) -> list[Columns]:
     """The columns of several questions about one kind of GPU, for the price of importing vLLM once for each column.
 
-    The children of `columns` run at once. `progress` is told each stage; `output` receives all that they print. Raises
-    RehearsalError for a model that cannot be read, DriverError where the stub driver cannot be built.
+    The children of `columns` run at once. `progress` is told each stage; `output` receives all that they print; neither
+    is called by two threads at a time. Raises RehearsalError for a model that cannot be read, DriverError where the
+    stub driver cannot be built.
     """
+    speaking = threading.Lock()
     capability, memory = _one_kind(questions)
     board = driver.board(capability)
     env = driver.environment(
@@ -88,7 +90,9 @@ def ask_all(
         request_file = scratch / "requests.json"
         request_file.write_text(json.dumps([asdict(request) for request in requests]))
         children = [
-            Child(name, request_file, scratch / f"{name}.json", column_environment(name, env), progress, output)
+            Child(
+                name, request_file, scratch / f"{name}.json", column_environment(name, env), progress, output, speaking
+            )
             for name in columns
         ]
         for child in children:
@@ -160,6 +164,7 @@ class Child:
     env: Mapping[str, str]
     progress: Callable[[str], None]
     output: IO[str] | None
+    speaking: threading.Lock  # of all columns: print() writes a line and its end apart, and lines would run together
     said: deque[str] = field(default_factory=lambda: deque(maxlen=40))
     stage: str = "starting Python"
 
@@ -178,13 +183,17 @@ class Child:
 
     def _read(self) -> None:
         for line in self.process.stdout:
-            if line.startswith(PROGRESS):
-                self.stage = line.removeprefix(PROGRESS).strip()
-                self.progress(f"{self.name:<8} {time.monotonic() - self.started:4.0f} s  {self.stage}")
-            else:
-                self.said.append(line.rstrip())
-            if self.output is not None:
-                self.output.write(f"{self.name}: {line}")
+            with self.speaking:
+                self._take(line)
+
+    def _take(self, line: str) -> None:
+        if line.startswith(PROGRESS):
+            self.stage = line.removeprefix(PROGRESS).strip()
+            self.progress(f"{self.name:<8} {time.monotonic() - self.started:4.0f} s  {self.stage}")
+        else:
+            self.said.append(line.rstrip())
+        if self.output is not None:
+            self.output.write(f"{self.name}: {line}")
 
     def answers(self, count: int) -> list[dict[str, Any]]:
         """Wait for `count` answers; where the child dies before the last, the rest say so with its last lines."""

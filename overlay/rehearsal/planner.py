@@ -50,7 +50,8 @@ class Rehearsal:
         environ = dict(os.environ)  # vLLM's configuration writes into it what the next one would take for the user's
         with self.stack:
             for name, work in self.stages():
-                print(f"{PROGRESS}{name}", file=sys.stderr, flush=True)
+                sys.stderr.write(f"{PROGRESS}{name}\n")  # in one piece: vLLM's threads log beside it
+                sys.stderr.flush()
                 try:
                     work()
                 except Exception as error:

@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -224,11 +225,33 @@ def test_a_child_that_dies_says_with_what(monkeypatch: pytest.MonkeyPatch, model
     assert "would not boot" in report.as_text(both, report.findings(**both))
 
 
+def test_two_columns_never_speak_at_once(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path) -> None:
+    """print() writes a line and its end apart: two threads in it made "stock ... vLLMoverlay ... vLLM" of two lines."""
+    talking = tmp_path / "python"
+    talking.write_text("#!/bin/sh\nfor i in $(seq 200); do echo 'rehearsal: stage'; done\n")
+    talking.chmod(0o755)
+    monkeypatch.setattr(columns.sys, "executable", str(talking))
+    monkeypatch.setattr(driver, "build", lambda directory: tmp_path)
+    inside: list[str] = []
+    together: list[list[str]] = []
+
+    def progress(line: str) -> None:
+        inside.append(line)
+        time.sleep(0.0005)
+        together.append(inside.copy())
+        inside.pop()
+
+    columns.ask(columns.Question(model, (12, 1)), progress)
+    assert len(together) == 400 and max(len(lines) for lines in together) == 1
+
+
 def test_a_rehearsal_that_is_terminated_leaves_no_children() -> None:
     command = [sys.executable, "-m", "overlay", "rehearse", "--model", str(GEOMETRY), "--capability", "12.1"]
     started = subprocess.Popen(command, cwd=columns.ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     with started:
-        assert {started.stderr.readline().split()[-1] for _ in columns.COLUMNS} == {"vLLM"}
+        waiting_for = set(columns.COLUMNS)
+        while waiting_for:  # until both children run
+            waiting_for.discard(started.stderr.readline().split()[0])
         children = psutil.Process(started.pid).children(recursive=True)
         started.terminate()
         assert started.wait(60) == 128 + signal.SIGTERM
