@@ -3,11 +3,7 @@
 Runs inside the child processes of these tests, with whatever vLLM is first on their path.
 """
 
-import importlib
 import json
-import sys
-import types
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from overlay.checkpoint import tiny_config
@@ -83,17 +79,3 @@ def write(config: dict, folder: Path) -> str:
     if "text_config" in config:
         (folder / "processor_config.json").write_text(json.dumps(tiny_config.processor_config()))
     return str(folder)
-
-
-def import_vllm() -> None:
-    """Import the vLLM that is first on the path. Releases before 0.33 bring a DeepGEMM built for another torch; nothing
-    here runs it, so a library that cannot be loaded is replaced by an empty module of that name."""
-    import vllm.third_party
-
-    name = "vllm.third_party.deep_gemm"
-    try:
-        importlib.import_module(name)
-    except (ImportError, OSError):
-        empty = types.ModuleType(name)
-        empty.__spec__ = ModuleSpec(name, None)
-        sys.modules[name] = vllm.third_party.deep_gemm = empty

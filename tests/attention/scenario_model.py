@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from tests.attention import models
 from tests.attention.batches import HEAD, Batch, Request
 
 
@@ -94,7 +93,6 @@ def forwards(engine: Any, *names: str) -> dict:
 
 
 def main() -> None:
-    models.import_vllm()
     import vllm
 
     from tests.attention import special

@@ -232,7 +232,6 @@ def patched(case: Case) -> Iterator[Said]:
 
 
 def main() -> None:
-    models.import_vllm()
     import vllm.platforms.cuda
     import vllm.v1.attention.backends.registry
 

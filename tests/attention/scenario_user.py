@@ -9,7 +9,6 @@ from tests.attention import models
 
 
 def main() -> None:
-    models.import_vllm()
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from overlay.nvfp4.cpu_load import Lines, engine_config, load, numbers
-from tests.nvfp4 import installed
+from tests import installed
 from tests.nvfp4.checkpoints import FORMATS, GEOMETRY, INTERMEDIATE, tensors, write
 from tests.nvfp4.runner import attempt, describe, poisoned
 from tests.nvfp4.scenarios import (

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.nvfp4 import installed
+from tests import installed
 from tests.nvfp4.outcomes import (
     ALPHA,
     FORMATS,

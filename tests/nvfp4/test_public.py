@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.nvfp4 import installed
+from tests import installed
 from tests.nvfp4.outcomes import experts, is_sane
 
 W4A4, W4A16 = ("ModelOptNvFp4FusedMoE", False), ("ModelOptNvFp4FusedMoE", True)
@@ -16,12 +16,6 @@ def require_mixed_precision(layer: str, before: dict) -> None:
     if layer.startswith("mix-nested") and not installed.READS_NESTED_MIXED_PRECISION:
         assert "Unknown ModelOpt quant algo: MIXED_PRECISION" in before["error"]
         pytest.skip("vLLM before 0.33 refuses MIXED_PRECISION in hf_quant_config.json")
-
-
-def require_deep_gemm(stock: dict) -> None:
-    """Skip where GLM's class is not built: a wheel before 0.33 in front of the newest one's torch."""
-    if not installed.since(0, 33) and "requires DeepGEMM" in stock["tiny/genuine_w4a4"].get("error", ""):
-        pytest.skip("vLLM's wheels before 0.33 bring a DeepGEMM for another torch, and GLM's class asks for one")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +85,6 @@ def test_a_file_that_does_not_say_enough(wrapped, name):
 @needs_glm
 def test_tiny_checkpoint_with_one_value_for_gate_up(stock, wrapped):
     """GLM's own model class, from a checkpoint that `python -m overlay tiny` wrote."""
-    require_deep_gemm(stock)
     before, after = stock["tiny/genuine_w4a4"], wrapped["tiny/genuine_w4a4"]
     assert len(experts(after)) == 3
     assert not any(is_sane(layer) for layer in experts(before))
@@ -103,6 +96,5 @@ def test_tiny_checkpoint_with_one_value_for_gate_up(stock, wrapped):
 @needs_glm
 def test_tiny_checkpoint_with_an_unknown_algorithm(stock, wrapped):
     """The configuration excludes the layer as well; vLLM follows that and would load int8 bytes as bf16 numbers."""
-    require_deep_gemm(stock)
     assert "error" not in stock["tiny/mixed_precision_unknown"]
     assert wrapped["tiny/mixed_precision_unknown"]["error"].startswith("AlgorithmError: layer model.layers.0.mlp.")

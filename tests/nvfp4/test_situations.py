@@ -4,7 +4,7 @@ where what is done about one is not the layer's alone to decide.
 
 import pytest
 
-from tests.nvfp4 import installed
+from tests import installed
 from tests.nvfp4.outcomes import FORMATS, experts, is_right, is_sane, is_weight_only, is_weight_only_linear, linears
 
 

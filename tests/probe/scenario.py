@@ -8,11 +8,10 @@ import json
 from dataclasses import asdict
 from unittest import mock
 
-from tests.attention import models, standin
+from tests.attention import standin
 
 
 def main() -> None:
-    models.import_vllm()
     import vllm
     import vllm.platforms.cuda  # the stand-ins go where it is imported
 

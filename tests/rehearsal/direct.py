@@ -59,7 +59,7 @@ def plan(config: Any) -> dict[str, Any]:
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
-    from vllm.v1.core import kv_cache_planning, kv_cache_utils
+    from vllm.v1.core import kv_cache_utils
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
     with set_default_torch_dtype(torch.bfloat16), torch.device("cpu"):
@@ -71,8 +71,7 @@ def plan(config: Any) -> dict[str, Any]:
     backends = {layer.get_attn_backend() for name, layer in layers.items() if name in specs[0]}
     layouts = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
     resolve_kv_cache_layout(config, [layouts] * TP, specs[0].values())
-    groups = kv_cache_planning.get_global_kv_cache_groups(config, specs)
-    plans = kv_cache_planning.get_kv_cache_configs(config, specs, [MEMORY] * TP, groups)
+    plans = configurations(config, specs)
     tokens, concurrency = kv_cache_utils.get_kv_cache_capacity(
         config, kv_cache_utils.generate_scheduler_kv_cache_config(plans)
     )
@@ -84,6 +83,18 @@ def plan(config: Any) -> dict[str, Any]:
         "kv_tokens": tokens,
         "max_concurrency": round(concurrency, 3),
     }
+
+
+def configurations(config: Any, specs: list[dict[str, Any]]) -> list[Any]:
+    """Each rank's KV cache: the planner is a module of its own from 0.33, and takes the groups of all ranks."""
+    try:
+        from vllm.v1.core import kv_cache_planning
+    except ImportError:
+        from vllm.v1.core import kv_cache_utils
+
+        return kv_cache_utils.get_kv_cache_configs(config, specs, [MEMORY] * TP)
+    groups = kv_cache_planning.get_global_kv_cache_groups(config, specs)
+    return kv_cache_planning.get_kv_cache_configs(config, specs, [MEMORY] * TP, groups)
 
 
 if __name__ == "__main__":

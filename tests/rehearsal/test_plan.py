@@ -9,12 +9,19 @@ import pytest
 
 from overlay.rehearsal import columns, report
 from overlay.rehearsal.columns import Question
+from tests import installed
 from tests.conftest import ROOT, run_python, without_overlay
 
 MODEL = ROOT / "tests" / "data" / "glm53-flash-text-config.json"
 LENGTH = ("--max-model-len", "131072")
 GIB = 1 << 30
 OURS, NATIVE = "OVERLAY_SPARSE_MLA", "FLASHINFER_MLA_SPARSE_SM120"
+NATIVE_ROWS = (NATIVE, "fp8_ds_mla", 656) if installed.NATIVE_WRITES_ROWS else None
+# Bytes of a block of four ranks' geometry, 16 heads each: releases pad the other layers' pages differently.
+FOUR_RANKS = (18_011_136, 13_820_928) if installed.since(0, 32) else (17_462_016, 13_812_480)
+needs_native = pytest.mark.skipif(
+    not installed.NATIVE_WRITES_ROWS, reason="from vLLM 0.31 the native backend serves this model, where it may"
+)
 
 
 def question(capability: tuple[int, int], *flags: str, tp: int = 2, kv_memory: int | None = 24 * GIB) -> Question:
@@ -73,8 +80,8 @@ PLANNED = ("block_size", "bytes_per_block", "num_blocks", "kv_tokens", "max_conc
     [
         ("bfloat16", "overlay", "bfloat16"),
         ("fp8", "overlay", "fp8"),
-        ("fp8", "stock", "auto"),  # vLLM's own path stores fp8_ds_mla rows for both
-        ("auto", "stock", "auto"),
+        pytest.param("fp8", "stock", "auto", marks=needs_native),  # vLLM's own path stores fp8_ds_mla rows for both
+        pytest.param("auto", "stock", "auto", marks=needs_native),
         ("auto", "overlay", "auto"),
     ],
 )
@@ -84,10 +91,9 @@ def test_agrees_with_the_planner(spark: dict, direct: dict, asked: str, column: 
 
 
 def test_blocks_of_four_ranks(spark: dict) -> None:
-    """Known from vLLM 0.33's planner, for the geometry with 16 heads a rank."""
     stock, ours = spark["four ranks"]["stock"], spark["four ranks"]["overlay"]
-    assert (stock["block_size"], stock["bytes_per_block"]) == (2304, 18_011_136)
-    assert (ours["block_size"], ours["bytes_per_block"]) == (2304, 13_820_928)
+    assert (stock["block_size"], ours["block_size"]) == (2304, 2304)
+    assert (stock["bytes_per_block"], ours["bytes_per_block"]) == FOUR_RANKS
 
 
 @pytest.mark.parametrize("box", ["spark", "workstation"])
@@ -95,8 +101,8 @@ def test_blocks_of_four_ranks(spark: dict) -> None:
     ("asked", "stock", "ours"),
     [
         ("bfloat16", None, (OURS, "bfloat16", 1024)),
-        ("fp8", (NATIVE, "fp8_ds_mla", 656), (OURS, "fp8", 512)),
-        ("auto", (NATIVE, "fp8_ds_mla", 656), (NATIVE, "fp8_ds_mla", 656)),
+        ("fp8", NATIVE_ROWS, (OURS, "fp8", 512)),
+        ("auto", NATIVE_ROWS, NATIVE_ROWS or (OURS, "bfloat16", 1024)),
     ],
 )
 def test_backend_and_rows(
@@ -109,6 +115,13 @@ def test_backend_and_rows(
         if expected is not None:
             assert (column["attention_backend"], column["kv_cache_dtype"], column["row_bytes"]) == expected
             assert column["kv_cache_dtype_asked"] == asked
+
+
+@pytest.mark.skipif(installed.NATIVE_WRITES_ROWS, reason="a fault of vLLM 0.30")
+def test_a_backend_that_is_chosen_and_cannot_store_the_rows(spark: dict) -> None:
+    failure = spark["fp8"]["stock"]["failure"]
+    assert failure["stage"] == "the first batch"
+    assert "cache writer refuses rows without rope" in failure["error"]
 
 
 def test_refusals_are_the_selectors_own(spark: dict) -> None:
@@ -165,7 +178,7 @@ def test_too_little_memory_is_vllms_own_refusal(spark: dict) -> None:
     overlay = spark["little memory"]["overlay"]
     assert overlay["failure"]["stage"] == "the KV cache plan"
     assert "KV cache" in overlay["failure"]["error"] and "max_model_len" in overlay["failure"]["error"]
-    assert overlay["bytes_per_block"] == 26_104_320  # known before it failed
+    assert overlay["bytes_per_block"] == spark["fp8"]["overlay"]["bytes_per_block"]  # known before it failed
 
 
 def test_graphs_are_checked_against_the_planned_blocks(workstation: dict) -> None:

@@ -12,12 +12,10 @@ import time
 import traceback
 
 from overlay import startup
-from tests.attention import models
 
 
 def main(names: list[str]) -> None:
-    models.import_vllm()  # arms the overlay
-    import vllm
+    import vllm  # arms the overlay
 
     on = {entry.patch.id: entry.on for entry in startup.current().entries}
     answers = {}

@@ -13,7 +13,6 @@ from unittest import mock
 
 import torch
 
-from tests.attention import models
 from tests.attention.batches import HEAD, LATENT, TOPK, Batch, Request
 from tests.patches import harness
 
@@ -133,7 +132,6 @@ def stock(folder: Path) -> str:
 
 
 def main() -> None:
-    models.import_vllm()
     import vllm.platforms.cuda  # noqa: F401
 
     from tests.attention.standin import without_gpu

@@ -20,3 +20,4 @@ QUARK_RELOADS = since(0, 30)
 READS_NESTED_MIXED_PRECISION = since(0, 33)  # from a file of its own
 QUARK_REFUSES_A_MISMATCH = not since(0, 30)  # of gate's and up's global scales, where others compute with gate's
 CUTLASS_SPANS_RANKS = since(0, 32)
+NATIVE_WRITES_ROWS = since(0, 31)  # without rope, to the cache: in 0.30 the native backend serves no model of this kind
