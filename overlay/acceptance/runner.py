@@ -1,5 +1,6 @@
 """Runs the gates in order and notices when the engine behind them has died."""
 
+import asyncio
 import fnmatch
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ class State(StrEnum):
     FAILED = "failed"
     SKIPPED = "skipped"  # deselected by name
     BEYOND = "beyond"  # needs more context than the server was started with
-    NOT_RUN = "not run"  # the engine was gone by then
+    NOT_RUN = "not run"  # the engine was gone by then, or the run was interrupted
 
 
 BAD = (State.FAILED, State.NOT_RUN)
@@ -53,7 +54,10 @@ def select(plan: Plan, skip: Sequence[str]) -> list[tuple[Gate, bool]]:
 async def accept(
     url: str, model: str | None, plan: Plan, skip: Sequence[str], patience: float, seed: int, say: Callable[[str], None]
 ) -> dict[str, object]:
-    """Run the kit; the report as JSON can hold it. Raises UsageError only: what a server does wrong is a result."""
+    """Run the kit; the report as JSON can hold it. Raises UsageError only: what a server does wrong is a result.
+
+    Cancelled once, as asyncio.run does at Ctrl-C, it ends with the report of the gates so far.
+    """
     chosen = select(plan, skip)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     async with Client(url, model, patience) as client:
@@ -68,10 +72,14 @@ async def accept(
         for number, (gate, wanted) in enumerate(chosen, 1):
             say(f"[{number}/{len(chosen)}] {gate.name}: {gate.title}")
             told = any(earlier.state is State.NOT_RUN for earlier in results)
-            result = await _one(session, gate, wanted, "as above" if dead and told else dead)
+            try:
+                result = await _one(session, gate, wanted, "as above" if dead and told else dead)
+                if dead is None and result.state is State.FAILED:
+                    dead = await _death(client)
+            except asyncio.CancelledError:  # Ctrl-C: what an hour of questions has found is not lost
+                dead = "interrupted"
+                result = await _one(session, gate, wanted, dead)
             results.append(result)
-            if dead is None and result.state is State.FAILED:
-                dead = await _death(client)
             say(f"    {result.state}: {result.detail}" + (f" ({result.seconds:.1f} s)" if result.seconds else ""))
         version = await _version(client)
     return {

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import os
 import re
+import signal
+import threading
 
 import pytest
 
@@ -135,6 +138,28 @@ def test_a_failure_that_only_long_prompts_meet_leaves_the_rest_to_run():
     assert gate(found, "needle-8k")["symptom"] == "http"
     assert "EngineDeadError" in gate(found, "needle-8k")["detail"]
     assert states(found)["speed"] == "passed"
+
+
+def test_an_interrupted_run_reports_the_gates_so_far(tmp_path, monkeypatch, capsys):
+    """Ctrl-C while the second gate waits for a server that hangs."""
+    report_file = tmp_path / "report.json"
+
+    def interrupt(line: str) -> None:
+        if line.startswith("[2/"):
+            threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+
+    monkeypatch.setattr("overlay.commands.accept._progress", interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell job ignores it
+    try:
+        with serve(Engine(fault="hang")) as url:
+            status = main(["accept", "--url", url, "--quick", "--json", str(report_file)])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert status == 1
+    found = json.loads(report_file.read_text())
+    assert states(found)["health"] == "passed"
+    assert {state for name, state in states(found).items() if name != "health"} == {"not run"}
+    assert found["engine"] == "interrupted" and "not accepted: 1 passed" in capsys.readouterr().out
 
 
 def test_deselected_gates_stay_in_the_report():
