@@ -15,7 +15,7 @@ from overlay.config import nearest
 
 
 class State(StrEnum):
-    """PASSED, SKIPPED and BEYOND let the run pass; the other two do not."""
+    """PASSED, SKIPPED and BEYOND let the run pass, if at least one gate passed; the other two do not."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -74,12 +74,15 @@ async def accept(
             told = any(earlier.state is State.NOT_RUN for earlier in results)
             try:
                 result = await _one(session, gate, wanted, "as above" if dead and told else dead)
-                if dead is None and result.state is State.FAILED:
-                    dead = await _death(client)
             except asyncio.CancelledError:  # Ctrl-C: what an hour of questions has found is not lost
                 dead = "interrupted"
                 result = await _one(session, gate, wanted, dead)
             results.append(result)
+            if dead is None and result.state is State.FAILED:
+                try:
+                    dead = await _death(client)
+                except asyncio.CancelledError:
+                    dead = "interrupted"
             say(f"    {result.state}: {result.detail}" + (f" ({result.seconds:.1f} s)" if result.seconds else ""))
         version = await _version(client)
     return {
@@ -90,7 +93,8 @@ async def accept(
         "seed": seed,
         "plan": asdict(plan),
         "max_model_len": session.longest,
-        "passed": not any(result.state in BAD for result in results),
+        "passed": not any(result.state in BAD for result in results)
+        and any(result.state is State.PASSED for result in results),
         "engine": dead or "answers /health",
         "gates": [asdict(result) for result in results],
     }

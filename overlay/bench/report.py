@@ -9,9 +9,9 @@ from overlay.measurement import provenance
 from overlay.table import table
 
 
-def document(rows: Sequence[Row], bars: Sequence[Bar]) -> dict[str, object]:
+def document(rows: Sequence[Row], bars: Sequence[Bar], complete: bool) -> dict[str, object]:
     """The run in the shape of `bench --json`, with what is needed to place it."""
-    return {**provenance(), "rows": list(rows), "bars": [bar.as_json() for bar in bars]}
+    return {**provenance(), "complete": complete, "rows": list(rows), "bars": [bar.as_json() for bar in bars]}
 
 
 def text(rows: Sequence[Row], bars: Sequence[Bar]) -> str:
@@ -49,15 +49,20 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
-def plot(rows: Sequence[Row], file: Path) -> None:
-    """Time and percent of the limit over T, one column of panels for each head count, bf16 and fp8 and the peers."""
+def figure_class() -> type:
+    """matplotlib's. Raises OverlayError where there is none."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise OverlayError("--plot needs matplotlib: pip install matplotlib") from error
+    return Figure
+
+
+def plot(rows: Sequence[Row], file: Path) -> None:
+    """Time and percent of the limit over T, one column of panels for each head count, bf16 and fp8 and the peers."""
     full = [row for row in rows if row["pattern"] == "uniform" and row["columns"] == row["valid"] and row["us"]]
     heads = sorted({row["heads"] for row in full})
-    figure = Figure(figsize=(4 * len(heads), 7), layout="constrained")
+    figure = figure_class()(figsize=(4 * len(heads), 7), layout="constrained")
     axes = figure.subplots(2, len(heads), sharex=True, sharey="row", squeeze=False)
     for column, head_count in enumerate(heads):
         upper, lower = axes[0][column], axes[1][column]

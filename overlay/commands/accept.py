@@ -3,11 +3,11 @@
 import argparse
 import asyncio
 import json
-import os
 import random
 import sys
 from pathlib import Path
 
+from overlay import outputs
 from overlay.errors import OverlayError
 
 HELP = "put a served model to the test: needles, long decode, canaries, batches, prefix cache, speed"
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     from overlay.acceptance import gates, report, runner
 
     if options.json:
-        require_writable(options.json)
+        outputs.require_file(options.json, "--json")
     earlier = report.load(options.compare) if options.compare else None
     plan = gates.QUICK if options.quick else gates.FULL
     # Another text each time: what an earlier run left in the prefix cache must not answer for this one.
@@ -52,16 +52,6 @@ def run(options: argparse.Namespace) -> int:
         except OSError as error:
             raise OverlayError(f"--json {options.json}: {error.strerror}") from None
     return 0 if found["passed"] else 1
-
-
-def require_writable(file: Path) -> None:
-    """Raises OverlayError where the report could not be written: better now than after an hour of questions."""
-    if file.is_dir():
-        raise OverlayError(f"--json {file}: is a folder; name a file in it")
-    if not file.parent.is_dir():
-        raise OverlayError(f"--json {file}: there is no folder {file.parent}")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise OverlayError(f"--json {file}: cannot be written to")
 
 
 def _progress(line: str) -> None:

@@ -37,26 +37,37 @@ def run(options: argparse.Namespace) -> int:
         raise OverlayError(f"torch cannot be imported: {error}") from error
     if not torch.cuda.is_available():
         raise OverlayError("bench measures a GPU and there is none; `python -m overlay compile` needs none")
-    from overlay import measurement
+    from overlay import measurement, outputs
     from overlay.bench import bars, cases, report, runner
 
+    directory = options.out or measurement.DIRECTORY
+    outputs.require_folder(directory, "--out")
+    if options.plot:
+        outputs.require_file(options.plot, "--plot")
+        report.figure_class()
     chosen = cases.grid(options.heads or cases.HEADS, options.tokens or cases.TOKENS)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    rows, complete = [], True
+    rows, stopped = [], None
     try:
         for row in runner.measure(chosen, with_peers=not options.no_peers):
-            rows.append(row)  # one by one: what there is stays when the next is interrupted
-    except KeyboardInterrupt:  # what was measured in minutes is not lost
-        complete = False
-        print("interrupted: bars are judged by the cases so far, and those without theirs are not met", file=sys.stderr)
+            rows.append(row)  # one by one: what was measured in minutes is not lost with the case that ends the run
+    except (KeyboardInterrupt, Exception) as error:
+        if not rows:
+            raise
+        stopped = error
+        why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+        print(f"{why}\nbars are judged by the cases so far, and those without theirs are not met", file=sys.stderr)
     verdict = bars.bars(rows)
-    document = report.document(rows, verdict)
-    file = measurement.keep("bench", document, options.out or measurement.DIRECTORY)
+    document = report.document(rows, verdict, complete=stopped is None)
+    print(json.dumps(document) if options.json else f"{document['gpu']}\n{report.text(rows, verdict)}")
+    file = measurement.keep("bench", document, directory)
+    print(f"kept in {file}", file=sys.stderr)
     if options.plot:
         report.plot(rows, options.plot)
-    print(json.dumps(document) if options.json else f"{document['gpu']}\n{report.text(rows, verdict)}\n\n{file}")
-    if not complete:
+    if isinstance(stopped, KeyboardInterrupt):
         return 130
+    if stopped is not None:
+        raise stopped
     return 1 if options.check and not all(bar.met for bar in verdict) else 0
 
 

@@ -42,6 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the probe in a process with the overlay in front; 1 where a backend is wrong, or nothing was measured."""
+    from overlay import measurement, outputs
+
+    if options.keep:
+        outputs.require_folder(measurement.DIRECTORY, "--keep:")
     has_gpu = Hardware().capability is not None
     part = PARTS[options.probe]
     arguments = {name: value for name in ("plant", "heads") if (value := getattr(options, name, None)) is not None}
@@ -49,8 +53,6 @@ def run(options: argparse.Namespace) -> int:
     good = not broken and verdict(part, rows)
     document = {"probe": options.probe, "gpu": has_gpu, **arguments, "ok": good, "broken": broken, "rows": rows}
     if options.keep:
-        from overlay import measurement
-
         kept = measurement.keep(
             f"probe-{options.probe}", {**measurement.provenance(), **document, "gpu": Hardware().name}
         )

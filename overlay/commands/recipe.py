@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+from overlay import outputs
 from overlay.table import table
 
 HELP = "complete launch lines for the known boxes, why each word is there, and whether this vLLM takes them"
@@ -31,6 +32,7 @@ def run(options: argparse.Namespace) -> int:
     from overlay.recipes.declare import RecipeError
 
     if options.page:
+        outputs.require_file(options.page, "--page")
         options.page.write_text(page.markdown(), encoding="utf-8")
         return 0
     if options.name is None:

@@ -6,10 +6,11 @@ import os
 import re
 import signal
 import threading
+from unittest import mock
 
 import pytest
 
-from overlay.acceptance import pointers, report
+from overlay.acceptance import pointers, report, runner
 from overlay.acceptance.client import UsageError
 from overlay.acceptance.gates import FULL, QUICK, Plan, gates
 from overlay.acceptance.runner import accept
@@ -160,6 +161,33 @@ def test_an_interrupted_run_reports_the_gates_so_far(tmp_path, monkeypatch, caps
     assert states(found)["health"] == "passed"
     assert {state for name, state in states(found).items() if name != "health"} == {"not run"}
     assert found["engine"] == "interrupted" and "not accepted: 1 passed" in capsys.readouterr().out
+
+
+def test_a_gate_that_failed_stays_failed_where_the_run_is_interrupted_after_it():
+    """The server hangs: whoever presses Ctrl-C while it is asked whether it lives must not lose why it was asked."""
+
+    async def interrupted() -> dict:
+        with serve(Engine(fault="hang")) as url:
+            failed = asyncio.Event()
+
+            async def death(client: object) -> None:
+                failed.set()
+                await asyncio.sleep(60)
+
+            with mock.patch.object(runner, "_death", death):
+                task = asyncio.create_task(accept(url, None, SMALL, (), 0.5, 3, say=lambda _: None))
+                await failed.wait()
+                task.cancel()
+                return await task
+
+    found = asyncio.run(interrupted())
+    assert gate(found, "repetition")["state"] == "failed" and gate(found, "repetition")["symptom"] == "hang"
+    assert states(found)["speed"] == "not run" and found["engine"] == "interrupted"
+
+
+def test_a_run_in_which_nothing_passed_is_not_accepted():
+    found = judged(Engine(), skip=("*",))
+    assert set(states(found).values()) == {"skipped"} and not found["passed"]
 
 
 def test_deselected_gates_stay_in_the_report():

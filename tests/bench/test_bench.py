@@ -1,13 +1,17 @@
 """What the bench does with figures: bars, occupancy, selections and the table. The figures themselves need a GPU."""
 
+import inspect
 import itertools
 import json
+from unittest import mock
 
 import pytest
 import torch
 
-from overlay.bench import bars, cases, occupancy, report
+from overlay.bench import bars, cases, occupancy, peers, report, runner
 from overlay.bench.cases import Case
+from overlay.cli import main
+from overlay.kernel.reference import sparse_mla_reference
 from overlay.kernel.variants import VARIANTS
 
 
@@ -104,3 +108,89 @@ def test_plot(tmp_path):
     rows = [row(tokens=tokens, heads=heads) for tokens in (1, 64) for heads in (8, 16)]
     report.plot(rows, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").stat().st_size > 10_000
+
+
+def test_flashinfer_takes_the_call_of_its_sm120_kernel():
+    """FlashInfer's own checks run; only the launch is replaced, by the reference over the rows that it was given."""
+    core = pytest.importorskip("flashinfer.mla._core")
+    case = Case(16, 2, 2048, 2048, "fp8")
+    call = cases.inputs(case, cases.pool("fp8", torch.device("cpu")), seed=1)
+
+    def launch(query, kv_cache, sparse_mla_segments, out, sm_scale, **_):
+        rows = kv_cache.flatten(0, 2)
+        codes = rows[:, :512].contiguous().view(torch.float8_e4m3fn)
+        assert rows[:, 512:528].contiguous().view(torch.float32).eq(1).all()
+        out[:, 0] = sparse_mla_reference(query[:, 0], codes, sparse_mla_segments[0].indices[:, 0], sm_scale)[0]
+        return out
+
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", lambda *device: (12, 1)),
+        mock.patch.object(core, "get_compute_capability", lambda device: (12, 1)),
+        mock.patch.object(core, "_trtllm_batch_decode_sparse_mla_sm120", launch),
+    ):
+        (attend,) = next(peer for peer in peers.peers() if peer.name == "flashinfer_sm120").prepare(case, [call])
+        assert runner._difference(case, call, attend) < 5e-3
+
+
+def test_flashinfer_takes_the_scales_of_fp8_rows():
+    wrapper = pytest.importorskip("flashinfer.mla").BatchMLAPagedAttentionWrapper
+    assert {"ckv_scale", "kpe_scale"} <= inspect.signature(wrapper.run).parameters.keys()
+
+
+@pytest.mark.parametrize("wrong", ["other", "half"])
+def test_a_peer_that_computes_something_else_is_not_timed(wrong: str):
+    """All of it beside the reference, or the right answer for the tokens that are compared and none for the rest."""
+    case = Case(8, 8, 16, 16, "bf16")
+    call = cases.inputs(case, cases.pool("bf16", torch.device("cpu")), seed=1)
+    few = slice(0, runner.CHECKED_TOKENS)
+
+    def attend() -> None:
+        expected = sparse_mla_reference(call.q, call.kv, call.indices, call.scale)[0]
+        call.out[few if wrong == "half" else slice(None)] = (
+            expected[few] if wrong == "half" else 2 * expected
+        ).bfloat16()
+
+    peer = peers.Peer("peer", lambda case, calls: [attend])
+    with (
+        mock.patch.object(runner, "peers", lambda: [peer]),
+        mock.patch.object(runner.timing, "warm", lambda calls: 1.0),
+    ):
+        (found,) = runner._peer_rows(case, [call])
+    assert found["us"] is None and "against fp64" in found["reason"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [
+        (None, 0),
+        (KeyboardInterrupt(), 130),
+        (runner.WrongResult("the second case is wrong"), 2),
+    ],
+)
+def test_what_was_measured_is_kept_however_the_run_ends(monkeypatch, tmp_path, capsys, ending, status):
+    def measure(chosen, with_peers):
+        yield row()
+        if ending is not None:
+            raise ending
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(runner, "measure", measure)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)  # the handler is the process's
+    assert main(["bench", "--out", str(tmp_path / "new")]) == status
+    (file,) = (tmp_path / "new").iterdir()
+    document = json.loads(file.read_text())
+    assert len(document["rows"]) == 1 and document["complete"] is (ending is None)
+    assert " of 84 bars met" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "option", [("--out", "{file}/below"), ("--plot", "{folder}"), ("--plot", "{folder}/none/a.png")]
+)
+def test_what_could_not_be_written_is_refused_before_anything_is_measured(monkeypatch, tmp_path, capsys, option):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(runner, "measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    name, where = option[0], option[1].format(file=tmp_path / "file", folder=tmp_path)
+    assert main(["bench", "--out", str(tmp_path), name, where]) == 2
+    assert f"overlay: {name} {where}: " in capsys.readouterr().err
