@@ -1,14 +1,22 @@
 """Documents that repeat what the code says must say the same."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from overlay import commands, registry
+from overlay.bench import projection
 from overlay.commands.explain import as_markdown, summary_table
 
 ROOT = Path(__file__).resolve().parent.parent
+BENCH = json.loads((ROOT / "docs/measurements/bench-nvidia-h200.json").read_text())
+PEERS = {
+    "FlashInfer FA2": "flashinfer_fa2",
+    "FlashInfer FA3 (Hopper only)": "flashinfer_fa3",
+    "vLLM Triton": "vllm_triton",
+}
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -49,3 +57,77 @@ def test_every_table_has_its_head(document: Path):
     text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.M | re.S)
     tables = re.findall(r"(?:^\|.*\n)+", text, re.M)
     assert [table for table in tables if not re.match(r"\|.*\n\|(?: *:?-+:? *\|)+\n", table)] == []
+
+
+def table(document: str, head: str) -> list[list[str]]:
+    """The cells of the table whose head line begins with `head`, without the head."""
+    lines = (ROOT / document).read_text().split(f"\n{head}", 1)[1].splitlines()[2:]
+    rows = lines[: next((n for n, line in enumerate(lines) if not line.startswith("|")), len(lines))]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def measured(heads: int, tokens: int, kv: str = "bf16", kernel: str = "ours") -> dict:
+    wanted = {"kernel": kernel, "heads": heads, "tokens": tokens, "kv_dtype": kv, "pattern": "uniform"}
+    wanted |= {"columns": 2048, "valid": 2048}
+    return next(row for row in BENCH["rows"] if all(row[key] == value for key, value in wanted.items()))
+
+
+def microseconds(us: float) -> str:
+    return f"{us:.1f}" if us < 100 else f"{us:,.0f}"
+
+
+@pytest.mark.parametrize(
+    ("document", "head", "tokens"),
+    [
+        ("README.md", "| heads | KV | T=1 | T=64 | T=4096 |", (1, 64, 4096)),
+        ("docs/kernel.md", "| heads | KV | T=1 | 8 |", (1, 8, 64, 128, 1024, 4096)),
+    ],
+)
+def test_times_are_those_of_the_kept_run(document: str, head: str, tokens: tuple[int, ...]):
+    rows = table(document, head)
+    assert len(rows) == 8
+    for heads, kv, *cells in rows:
+        assert cells == [microseconds(measured(int(heads), count, kv)["us"]) for count in tokens]
+
+
+def test_ratios_and_percents_are_those_of_the_kept_run():
+    tokens = (1, 8, 64, 128, 1024, 4096)
+    ratios = table("docs/kernel.md", "| heads | peer |")
+    assert len(ratios) == 12
+    for heads, peer, *cells in ratios:
+        pairs = [(measured(int(heads), count, kernel=PEERS[peer]), measured(int(heads), count)) for count in tokens]
+        assert cells == [f"{theirs['us'] / ours['us']:.2f}" for theirs, ours in pairs]
+    percents = table("docs/kernel.md", "| heads | T=1 | 8 |")
+    assert len(percents) == 4
+    for heads, *cells in percents:
+        rows = [[measured(int(heads), count, kv)["percent_of_limit"] for kv in ("bf16", "fp8")] for count in tokens]
+        assert cells == [f"{bf16:.0f} / {fp8:.0f}" for bf16, fp8 in rows]
+
+
+def test_bars_met_are_those_of_the_kept_run():
+    met, of = sum(bar["met"] for bar in BENCH["bars"]), len(BENCH["bars"])
+    assert f"**{met} of the {of} bars are met**" in (ROOT / "docs/kernel.md").read_text()
+    assert f"it meets {met} of {of};" in (ROOT / "README.md").read_text()
+    assert f"it meets {met} of {of}." in (ROOT / "docs/known-issues.md").read_text()
+
+
+def test_the_projection_is_what_the_command_prints():
+    _, cells = projection.table(projection.projections(BENCH["rows"]))
+    assert table("docs/kernel.md", "| part | heads |") == [[str(cell) for cell in row] for row in cells]
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/install.md"])
+def test_the_example_of_a_status_line_counts_every_patch(document: str):
+    """On a GB10 with vLLM 0.33, as docs/versions.md has it: the last column, left of the slash."""
+    states = [
+        row[-1].split(" / ")[0] if not row[0].endswith("*") else "off" for row in table("docs/versions.md", "| patch |")
+    ]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in ("armed", "retired", "off"))
+    assert len(states) == len(list(registry.declarations()))
+    assert f": {counts} (vllm 0.33.0, sm_121)" in (ROOT / document).read_text()
+
+
+def test_the_architecture_page_names_every_package():
+    page = (ROOT / "docs/architecture.md").read_text()
+    missing = [folder.name for folder in (ROOT / "overlay").iterdir() if (folder / "__init__.py").exists()]
+    assert [name for name in missing if f"`overlay/{name}/`" not in page] == []
