@@ -84,14 +84,17 @@ def _by_kind(verdicts: Iterable[tuple[Scales, _Verdict]]) -> list[Activation]:
 
 def _findings(verdicts: Iterable[tuple[Scales, _Verdict]]) -> list[Finding]:
     """One finding for the same fault in many layers."""
-    groups: dict[tuple[str, str, str], set[int | None]] = {}
+    groups: dict[tuple[str, str, str, bool], set[int | None]] = {}
     for layer, verdict in verdicts:
         for check, text in verdict.faults:
-            groups.setdefault((check, layer.label, text), set()).add(layer.layer)
-    return [_finding(check, f"{label}{layers_text(where)}", text) for (check, label, text), where in groups.items()]
+            groups.setdefault((check, layer.label, text, layer.routed), set()).add(layer.layer)
+    return [
+        _finding(check, f"{label}{layers_text(where)}", text, routed)
+        for (check, label, text, routed), where in groups.items()
+    ]
 
 
-def _finding(check: str, subject: str, text: str) -> Finding:
+def _finding(check: str, subject: str, text: str, routed: bool) -> Finding:
     if check == "activation_scales_missing":
         return error(
             check,
@@ -100,12 +103,14 @@ def _finding(check: str, subject: str, text: str) -> Finding:
             f"{PATCH} serves it as W4A16; pass no --moe-backend that needs W4A4",
         )
     if check == "activation_scales_incomplete":
-        return error(
-            check,
-            f"{subject}: activation scale {text}",
-            "a garbage or NaN slot spoils every expert of the layer on FlashInfer's kernels, its own expert on vLLM's",
-            f"{PATCH} gives it the maximum of the layer's valid scales",
-        )
+        consequence = "vLLM takes one scale over all parts, this one among them: garbage or NaN from this module"
+        cure = "gives it the largest valid scale of the parts"
+        if routed:
+            consequence = (
+                "a garbage or NaN slot spoils every expert of the layer on FlashInfer's kernels, its own on vLLM's"
+            )
+            cure = "gives it the other half's value (gate and up), or the maximum of the layer's valid scales"
+        return error(check, f"{subject}: activation scale {text}", consequence, f"{PATCH} {cure}")
     return info(
         check,
         f"{subject}: activation scales are stored, and the configuration says weight-only",

@@ -26,14 +26,17 @@ Rows = Mapping[int, float | None]
 
 @dataclass(frozen=True)
 class Scales:
-    """The scales of one module of vLLM by projection: of its inputs and (global ones) of its weights."""
+    """The scales of one module of vLLM by projection: of its inputs and (global ones) of its weights.
+
+    A projection that the checkpoint stores fused (`gate_up_proj`, `qkv_proj`) is one projection here, with its one
+    scale: vLLM fills every slot of its parameter from that (layers/linear.py). Where the parts are stored, each has to
+    have its own: a slot whose part has none is never written.
+    """
 
     planned: Planned
     inputs: Mapping[str, Rows]
     weights: Mapping[str, Rows]
     reciprocal: bool
-    # (which scale, projection that has it) where one value is stored for a fused projection; the others have it above
-    shared: tuple[tuple[str, str], ...]
 
     @property
     def layer(self) -> int | None:
@@ -87,14 +90,7 @@ def _scales(module: Planned, raw: Mapping[str, bytes]) -> Scales:
             reciprocal |= tensor is not None and tensor.name.rpartition(".")[2] in RECIPROCALS
             values = decode(tensor, raw.get(tensor.name)) if tensor else ()
             into.setdefault(projection, {}).update(_rows(member, values))
-    shared = []
-    for which, table in (("activation", inputs), ("global weight", weights)):
-        for group in fused(table, module.runtime.kind == kinds.ROUTED):
-            holders = [name for name in group if any(value is not None for value in table[name].values())]
-            if len(group) > 1 and len(holders) == 1:
-                table.update({name: table[holders[0]] for name in group})
-                shared.append((which, holders[0]))
-    return Scales(module, inputs, weights, reciprocal, tuple(shared))
+    return Scales(module, inputs, weights, reciprocal)
 
 
 def _rows(member: Module, values: Sequence[float]) -> dict[int, float | None]:
@@ -163,7 +159,7 @@ def unusable(values: Mapping[str, Rows], bad: Mapping[str, set[int]], routed: bo
 def findings(scales: Sequence[Scales]) -> list[Finding]:
     """Block and global scales of the weights that are missing, unusable or at odds with each other."""
     members = [m for layer in scales for m in layer.planned.runtime.members if m.format == "nvfp4"]
-    return [*_block_scales(members), *_global_scales(scales), *_differing(scales), *_shared(scales)]
+    return [*_block_scales(members), *_global_scales(scales), *_differing(scales)]
 
 
 def _block_scales(members: Iterable[Module]) -> list[Finding]:
@@ -200,36 +196,10 @@ def _global_scales(scales: Iterable[Scales]) -> list[Finding]:
         error(
             "weight_scale_unusable",
             f"{label}{layers_text(where)}: global weight scale {text}",
-            "vLLM multiplies by it without a look: garbage or NaN from this module",
-            "nothing can restore it (with the overlay vLLM refuses it by name): download again, or export again",
+            "vLLM multiplies by it, or by its neighbour's instead, without a look: garbage or NaN from this module",
+            "nothing can restore it (with the overlay vLLM refuses the layer by name): download again, or export again",
         )
         for (label, text), where in broken.items()
-    ]
-
-
-def _shared(scales: Iterable[Scales]) -> list[Finding]:
-    """One scale for the parts of a fused projection, stored under the name of one of them."""
-    found: dict[tuple[str, str, str, bool], set[int | None]] = {}
-    for layer in scales:
-        for which, holder in layer.shared:
-            # vLLM reads an expert's global weight scale from gate's place alone.
-            harmless = which == "global weight" and layer.routed and holder in ("gate_proj", "w1")
-            found.setdefault((layer.label, which, holder, harmless), set()).add(layer.layer)
-    texts = {
-        True: ("none: vLLM uses the gate's for both", "nothing to do"),
-        False: (
-            "vLLM takes the place of the other parts, which nothing was loaded into, into account",
-            f"{PATCH} uses it for all",
-        ),
-    }
-    return [
-        Finding(
-            "scale_shared",
-            "info" if harmless else "error",
-            f"{label}{layers_text(where)}: one {which} scale for a fused projection, stored under {holder}",
-            *texts[harmless],
-        )
-        for (label, which, holder, harmless), where in found.items()
     ]
 
 

@@ -244,22 +244,58 @@ def test_weight_scales(tmp_path, change, check, said):
     assert said is None or said in found[check][0]
 
 
-def test_one_scale_for_a_fused_projection(tmp_path):
-    """Stored under gate's name alone: right for the weights of experts by chance, wrong for everything else."""
-    tensors = {
+def without_up_scales(scale: str) -> small.Tensors:
+    return {
         name: tensor
         for name, tensor in small.model().items()
-        if not re.search(r"(experts\.\d+|shared_experts)\.up_proj\.(weight_scale_2|input_scale)", name)
+        if not re.search(rf"(experts\.\d+|shared_experts)\.up_proj\.{scale}$", name)
     }
-    result = examine(tmp_path, SOUND, tensors)
-    assert {finding.check for finding in result.findings} == {"scale_shared"}
+
+
+def test_a_global_weight_scale_under_one_name_alone(tmp_path):
+    """vLLM fills every slot of a parameter from a fused scale: one filled slot means that the others are missing."""
+    result = examine(tmp_path, SOUND, without_up_scales("weight_scale_2"))
+    assert {finding.check for finding in result.findings} == {"weight_scale_unusable"}
     assert {(finding.severity, finding.what) for finding in result.findings} == {
-        ("error", "routed experts, layers 1-2: one activation scale for a fused projection, stored under gate_proj"),
-        ("info", "routed experts, layers 1-2: one global weight scale for a fused projection, stored under gate_proj"),
-        ("error", "shared experts, layers 1-2: one activation scale for a fused projection, stored under gate_proj"),
-        ("error", "shared experts, layers 1-2: one global weight scale for a fused projection, stored under gate_proj"),
+        ("error", "routed experts, layers 1-2: global weight scale missing for up_proj of experts 0-3"),
+        ("error", "shared experts, layers 1-2: global weight scale missing for up_proj"),
     }
-    assert served(result) == {"routed experts": "W4A4", "shared experts": "W4A4", "dense MLP": "W4A4"}
+    assert all(finding.stands and "vLLM refuses the layer by name" in finding.cure for finding in result.findings)
+
+
+def test_an_activation_scale_under_one_name_alone(tmp_path):
+    """Both parts read the same input: the other's value serves, and its absence is told."""
+    result = examine(tmp_path, SOUND, without_up_scales("input_scale"))
+    assert {finding.check for finding in result.findings} == {"activation_scales_incomplete"}
+    assert {(finding.severity, finding.what) for finding in result.findings} == {
+        ("error", "routed experts, layers 1-2: activation scale missing for up_proj of experts 0-3"),
+        ("error", "shared experts, layers 1-2: activation scale missing for up_proj"),
+    }
+    (linear,) = [finding for finding in result.findings if finding.what.startswith("shared")]
+    assert "expert" not in linear.consequence + linear.cure
+    repaired = "W4A4 (2), W4A4 repaired (2)"  # gate_up_proj, not down_proj
+    assert served(result) == {"routed experts": "W4A4 repaired", "shared experts": repaired, "dense MLP": "W4A4"}
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_one_scale_of_a_projection_that_is_stored_fused(tmp_path, stacked):
+    """gate_up_proj is one projection of the checkpoint, and one scale is all that belongs to it."""
+    tensors = small.plain("lm_head")
+    for part in ("gate_up_proj", "down_proj"):
+        if stacked:
+            name = f"model.layers.0.mlp.experts.{part}"
+            tensors |= {
+                f"{name}.weight": small.tensor("U8", small.EXPERTS, 32, 16),
+                f"{name}.weight_scale": small.tensor("F8_E4M3", small.EXPERTS, 32, 2),
+                f"{name}.weight_scale_2": small.scalar(0.02, small.EXPERTS),
+                f"{name}.input_scale": small.scalar(small.SCALE, small.EXPERTS),
+            }
+        else:
+            tensors |= small.nvfp4(f"model.layers.0.mlp.{part}")
+    settings = {**small.config(small.modelopt()), "num_hidden_layers": 1}
+    result = examine(tmp_path, settings, tensors)
+    assert findings(result) == {}
+    assert list(served(result).values()) == ["W4A4"]
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
