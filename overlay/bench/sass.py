@@ -26,7 +26,7 @@ def loop_counts(variant: Variant, arch: str) -> dict[str, int]:
     The rarely taken branch that raises the maxima lies inside the loop and is counted with it.
 
     Raises:
-        OverlayError: no nvdisasm, or a loop that cannot be found.
+        OverlayError: no nvdisasm that reads this architecture's code, or a loop that cannot be found.
     """
     code = _disassemble(build.build(build.attention_program(variant), arch).cubin)
     loop = _main_loop(code, products(variant))
@@ -38,14 +38,18 @@ def _disassemble(cubin: bytes) -> list[str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run([_nvdisasm(), "-c", file.name], capture_output=True, text=True, check=True)
+        tool = _nvdisasm()
+        done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True)
+    if done.returncode:
+        raise OverlayError(f"{tool} cannot read the kernel's machine code: {done.stderr.strip()}")
     found = (re.match(r"\s*(?:(\.L_x_\d+):|/\*[0-9a-f]+\*/\s+(.*?);)", line) for line in done.stdout.splitlines())
     return [match[1] or match[2] for match in found if match]
 
 
 def _nvdisasm() -> str:
     bundled = Path(sysconfig.get_paths()["purelib"], "triton/backends/nvidia/bin/nvdisasm")
-    tool = shutil.which("nvdisasm") or (str(bundled) if bundled.exists() else None)
+    # A toolkit's own is often older than the NVRTC that compiled here.
+    tool = str(bundled) if bundled.exists() else shutil.which("nvdisasm")
     if tool is None:
         raise OverlayError("nvdisasm is missing: it comes with Triton (and so with vLLM) and with the CUDA toolkit")
     return tool

@@ -24,7 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="project this run, kept on an H200, to RTX 5090, RTX PRO 6000 and GB10 (needs no GPU)",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where bench-GPU.json goes (docs/measurements)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where bench-GPU.json goes, of a part of the cases bench-part-GPU.json (docs/measurements)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,7 +65,9 @@ def run(options: argparse.Namespace) -> int:
     verdict = bars.bars(rows)
     document = report.document(rows, verdict, complete=stopped is None)
     print(json.dumps(document) if options.json else f"{document['gpu']}\n{report.text(rows, verdict)}")
-    file = measurement.keep("bench", document, directory)
+    # A part of a run does not take the place of a whole one.
+    whole = stopped is None and not (options.heads or options.tokens or options.no_peers)
+    file = measurement.keep("bench" if whole else "bench-part", document, directory)
     print(f"kept in {file}", file=sys.stderr)
     if options.plot:
         report.plot(rows, options.plot)
@@ -92,4 +99,7 @@ def _project(file: Path, as_json: bool) -> int:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    numbers = tuple(int(part) for part in text.split(","))
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: numbers from 1 on")
+    return numbers

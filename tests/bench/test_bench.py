@@ -178,6 +178,7 @@ def test_what_was_measured_is_kept_however_the_run_ends(monkeypatch, tmp_path, c
     monkeypatch.setattr("signal.signal", lambda number, handler: None)  # the handler is the process's
     assert main(["bench", "--out", str(tmp_path / "new")]) == status
     (file,) = (tmp_path / "new").iterdir()
+    assert file.name == ("bench-no-gpu.json" if ending is None else "bench-part-no-gpu.json")
     document = json.loads(file.read_text())
     assert len(document["rows"]) == 1 and document["complete"] is (ending is None)
     assert " of 84 bars met" in capsys.readouterr().out
@@ -194,3 +195,18 @@ def test_what_could_not_be_written_is_refused_before_anything_is_measured(monkey
     name, where = option[0], option[1].format(file=tmp_path / "file", folder=tmp_path)
     assert main(["bench", "--out", str(tmp_path), name, where]) == 2
     assert f"overlay: {name} {where}: " in capsys.readouterr().err
+
+
+def test_a_part_of_the_cases_is_kept_beside_the_whole_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(runner, "measure", lambda chosen, with_peers: iter([row()]))
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    assert main(["bench", "--out", str(tmp_path), "--heads", "16"]) == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["bench-part-no-gpu.json"]
+
+
+@pytest.mark.parametrize("words", [("--tokens", "0"), ("--heads", "8,-1"), ("--heads", "x")])
+def test_counts_are_numbers_from_one_on(capsys, words):
+    with pytest.raises(SystemExit):
+        main(["bench", *words])
+    assert words[0] in capsys.readouterr().err

@@ -70,3 +70,12 @@ def parsed(words):
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     return parser.parse_args(words)
+
+
+def test_a_disassembler_that_does_not_know_the_architecture_is_named(monkeypatch, tmp_path):
+    tool = tmp_path / "nvdisasm"
+    tool.write_text("#!/bin/sh\necho 'Architecture sm_120 not recognized' >&2\nexit 255\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(sass, "_nvdisasm", lambda: str(tool))
+    with pytest.raises(OverlayError, match=r"nvdisasm cannot read .*: Architecture sm_120 not recognized"):
+        sass.loop_counts(VARIANTS[0], "sm_120")

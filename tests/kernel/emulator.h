@@ -255,6 +255,10 @@ inline void multiply(const char* name, float (&c)[4], const u32 (&a)[4], u32 b0,
 inline void enter() {
   try {
     block.body();
+    for (const auto& group : block.current->groups) {
+      if (!group.empty()) fail("a copy is still in flight when its thread ends");
+    }
+    if (!block.current->open.empty()) fail("a copy that no wait can reach");
   } catch (const Failure& failure) {
     if (block.failure.empty()) block.failure = failure.what();
   }

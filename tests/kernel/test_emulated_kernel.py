@@ -1,8 +1,8 @@
 """The kernel's source, run on the CPU, against the fp64 reference.
 
 The emulator runs warps in two orders and lets asynchronous copies land at the earliest and at the latest moment that
-the source allows. A missing barrier or wait shows as a wrong result in one of the four combinations; that it does is
-tested too, by taking barriers and waits out.
+the source allows. A missing barrier between warps, or wait, shows as a wrong result in one of the four combinations;
+that it does is tested too, by taking barriers and waits out.
 """
 
 import itertools
@@ -186,6 +186,7 @@ BROKEN = {
         "wait_copies<S::kRing - 4 * S::kPieces>();\n      grown = __syncthreads_or(raised);",
         "grown = __syncthreads_or(raised);",
     ),
+    "no wait for the last copies": (64, "bf16", "wait_copies<0>();\n", "\n"),
     "weights read before they are there": (32, "bf16", "grown = __syncthreads_or(raised);", "grown = raised;"),
     "a swapped byte pair": (8, "fp8", "0x3120", "0x3210"),
 }
