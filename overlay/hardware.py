@@ -14,11 +14,12 @@ _SUCCESS, _NOT_SUPPORTED = 0, 3
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU: marketing name, compute capability, and whether it shares the host's memory (GB10)."""
+    """One GPU: marketing name, compute capability, whether it shares the host's memory (GB10), and bytes of its own."""
 
     name: str
     capability: tuple[int, int]
     integrated: bool
+    memory: int | None = None  # None where NVML keeps no account
 
 
 class Hardware:
@@ -90,5 +91,7 @@ def _describe(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Device:
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
     # NVML keeps no memory account of its own where the GPU uses the host's memory: that is how GB10 shows itself.
-    integrated = nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(_Memory())) == _NOT_SUPPORTED
-    return Device(name.value.decode(), (major.value, minor.value), integrated)
+    memory = _Memory()
+    found = nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+    total = memory.total if found == _SUCCESS else None
+    return Device(name.value.decode(), (major.value, minor.value), found == _NOT_SUPPORTED, total)

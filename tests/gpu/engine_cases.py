@@ -128,8 +128,27 @@ class Difference:
 def tolerances(stock: list[dict], again: list[dict], tolerance: float) -> list[float]:
     """What each prompt is allowed: `tolerance`, or where the stock engine itself does not repeat its answer, 1.5 times
     by how much it differs. Up to 2048 tokens of context it repeats to the bit; beyond, its top-k breaks ties by chance.
+    A NaN among its answers allows nothing: see `no_numbers`.
     """
-    return [max(tolerance, 1.5 * noise) for noise in compare(stock, again, [math.inf] * len(stock)).by_prompt]
+    noise = compare(stock, again, [math.inf] * len(stock)).by_prompt
+    return [max(tolerance, 1.5 * value) if math.isfinite(value) else tolerance for value in noise]
+
+
+def no_numbers(answers: list[dict]) -> list[str]:
+    """A problem for each prompt whose answer has a log-probability or margin that is NaN or infinite.
+
+    The stock engine's answers are what everything is measured by: such an engine is broken, and no yardstick.
+    """
+    return [
+        f"prompt {number}: a log-probability is no number"
+        for number, answer in enumerate(answers)
+        if not all(map(math.isfinite, (*answer["logprobs"], *answer["margins"], *answer["prompt_logprobs"])))
+    ]
+
+
+def finite(value: float) -> float | str:
+    """JSON has no infinity, which a NaN among the answers counts as."""
+    return value if math.isfinite(value) else str(value)
 
 
 def compare(stock: list[dict], ours: list[dict], allowed: list[float]) -> Difference:

@@ -3,12 +3,13 @@
 import contextlib
 import ctypes
 import dataclasses
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from overlay import measurement
@@ -16,7 +17,11 @@ from overlay.hardware import Hardware
 from tests.conftest import ROOT, with_overlay, without_overlay
 
 PR_SET_CHILD_SUBREAPER = 36
+ENGINE_GIB = 10.0  # that one process of a tiny engine may take: 14 of them shared an H200 of 140 GiB
 ASK_S = 15.0  # from SIGTERM to SIGKILL
+ENDED = "jobs.json"  # how the children ended, beside their answers
+# What ends a driver from outside: a time limit, a terminal that is closed. Ctrl-C raises by itself.
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 # NVLink multicast is off: cards of 12.x have none, and a fault in it takes every GPU of a host with it.
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
@@ -38,6 +43,11 @@ class Job:
     log: Path
     ranks: int
     first: bool = False  # of those that the others wait for: they fill the caches that all share
+    alone: bool = False  # no other job runs on its GPUs meanwhile
+
+    def share(self, gpu: str) -> float:
+        """How many of its ranks compute on `gpu`."""
+        return self.ranks / len(self.gpus) if gpu in self.gpus else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +57,48 @@ class Ended:
     status: int | None
     seconds: float
 
+    def __str__(self) -> str:
+        if self.status is None:
+            return (
+                f"no answer in time: stopped after {self.seconds:.0f} s" if self.seconds else "never started, for time"
+            )
+        if self.status >= 0:
+            return f"exit {self.status} after {self.seconds:.0f} s"
+        by = signal.Signals(-self.status).name
+        killer = ", which is also what the kernel sends where memory runs out" if by == "SIGKILL" else ""
+        return f"died of {by} after {self.seconds:.0f} s{killer}"
+
+
+def remember(ended: Mapping[str, Ended], work: Path) -> None:
+    """Keep how jobs ended beside their answers; what an earlier run left of others stays."""
+    (work / ENDED).write_text(
+        json.dumps({name: dataclasses.astuple(end) for name, end in (recall(work) | ended).items()})
+    )
+
+
+def recall(work: Path) -> dict[str, Ended]:
+    """What `remember` kept; empty where the run was cut off before, or is older than that file."""
+    file = work / ENDED
+    return {name: Ended(*end) for name, end in json.loads(file.read_text()).items()} if file.exists() else {}
+
 
 def gpus() -> tuple[str, ...]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     count = len(Hardware().devices)
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return tuple(named.split(",")[:count]) if named else tuple(map(str, range(count)))
+
+
+def room(gib: float = ENGINE_GIB) -> int:
+    """How many processes of `gib` GiB the smallest visible GPU holds. Raises SystemExit where it holds none.
+
+    A GPU without memory of its own (GB10) has the host's.
+    """
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    there = min((device.memory or host for device in Hardware().devices), default=0) / 2**30
+    if there < gib:
+        raise SystemExit(f"a GPU of {there:.1f} GiB is too small: one engine of this test may take {gib:.0f} GiB")
+    return int(there / gib)
 
 
 def environments(work: Path) -> tuple[dict[str, str], dict[str, str]]:
@@ -76,7 +122,7 @@ def run(
     stagger: float = 1.0,
     say: Callable[[str], None] = print,
 ) -> dict[str, Ended]:
-    """Run all jobs, up to `at_once` ranks at a time in the order given, and stop what runs after `seconds`.
+    """Run all jobs in the order given, up to `at_once` ranks on a GPU at a time, and stop what runs after `seconds`.
 
     Jobs that are not `first` wait until one of the first has ended well, `head_start` seconds at most. When this
     returns or raises, none of their processes runs, whatever process group they moved to.
@@ -97,9 +143,8 @@ def run(
             say(f"{passed():5.0f} s  {job.name}: exit {process.returncode} after {passed() - since:.0f} s")
 
     def may_start(job: Job) -> bool:
-        room = at_once - sum(other.ranks for other in running)
         warm = job.first or any(end.status == 0 for end in ended.values()) or passed() >= head_start
-        return warm and passed() - last >= stagger and (job.ranks <= room or not running)
+        return warm and passed() - last >= stagger and has_room(job, running, at_once)
 
     with nothing_left_behind():
         try:
@@ -123,6 +168,18 @@ def run(
     return ended | {job.name: Ended(None, 0.0) for job in waiting}
 
 
+def has_room(job: Job, running: Iterable[Job], at_once: int) -> bool:
+    """Whether `job` may join those that run: none of the two alone, or `at_once` ranks on each of its GPUs.
+
+    A job larger than that runs where nothing else does, rather than never.
+    """
+    others = [other for other in running if set(other.gpus) & set(job.gpus)]
+    if job.alone or any(other.alone for other in others):
+        return not others
+    busiest = max(sum(each.share(gpu) for each in (job, *others)) for gpu in job.gpus)
+    return busiest <= at_once or not others
+
+
 def _start(job: Job) -> subprocess.Popen:
     env = {**job.env, "CUDA_VISIBLE_DEVICES": ",".join(job.gpus)}
     with job.log.open("w") as output:
@@ -139,22 +196,29 @@ def _start(job: Job) -> subprocess.Popen:
 
 @contextlib.contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    """End every process that was started inside and still runs, at the end or at SIGTERM, which raises SystemExit.
+    """End every process that was started inside and still runs, at the end or at SIGTERM or SIGHUP: SystemExit then.
 
-    What a child leaves behind becomes a child of this process (a "subreaper"), so no process group hides it.
+    What a child leaves behind becomes a child of this process (a "subreaper"), so no process group hides it. SIGHUP
+    stays ignored under nohup.
     """
     before = set(descendants(os.getpid()))
     _subreaper(1)
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    previous = {number: signal.getsignal(number) for number in ENDINGS}
+    caught = [number for number, handler in previous.items() if handler is not signal.SIG_IGN]
+    for number in caught:
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
+        for number in caught:
+            signal.signal(number, signal.SIG_IGN)  # a second one must not end this before the children have ended
         while left := set(descendants(os.getpid())) - before:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
-        signal.signal(signal.SIGTERM, previous)
+        for number in caught:
+            signal.signal(number, previous[number] or signal.SIG_DFL)  # None: installed by C code
         _subreaper(0)
 
 

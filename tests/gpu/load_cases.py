@@ -1,7 +1,6 @@
-"""What a server under load is asked, and how its answers and its memory are judged. Pure: no network, no GPU."""
+"""What a server under load is asked, and what is counted of its answers. Pure: no network, no GPU."""
 
 import random
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +15,6 @@ FIXED_LENGTHS = (1, 2, 3, 4, 5, 63, 64, 65, 127, 250, 501, 1023, 1500, 2047, 300
 PROMPTS = 40
 # Of 100 requests: what becomes of them. An answer to "whole" and "streamed" is compared.
 MIX = {"whole": 42, "streamed": 42, "aborted": 6, "cancelled": 5, "malformed": 5}
-
-# An answer may differ from itself alone as vLLM's own does under the same load: as often (twice, and one of 200), and
-# as far (twice).
-MORE_OFTEN, SPARE_SHARE, FURTHER = 2.0, 0.005, 2.0
-GROWTH_MIB = {"gpu": 64.0, "host": 96.0}  # an allocator's next block, and Python's heap, of all processes of a server
 
 
 def prompts() -> list[list[int]]:
@@ -104,13 +98,16 @@ def difference(alone: Mapping[str, Any], loaded: Mapping[str, Any]) -> tuple[flo
     A log-probability's distance while the tokens agree; where they part, half the margin that it takes to change
     places. What follows has another context and says nothing. NaN counts as infinite.
     """
+
+    def number(distance: float) -> float:
+        return distance if distance == distance else float("inf")
+
     largest = 0.0
     steps = zip(alone["tokens"], loaded["tokens"], alone["logprobs"], loaded["logprobs"], strict=False)
     for step, (a, b, p, q) in enumerate(steps):
         if a != b:
-            return max(largest, alone["margins"][step] / 2), step
-        distance = abs(p - q)
-        largest = max(largest, distance if distance == distance else float("inf"))
+            return max(largest, number(alone["margins"][step] / 2)), step
+        largest = max(largest, number(abs(p - q)))
     return largest, min(len(alone["tokens"]), len(loaded["tokens"]))
 
 
@@ -175,64 +172,6 @@ class Tally:
             "largest_difference": max(self.distances, default=0.0),
             "problems": self.problems,
         }
-
-
-def refusal_problems(ours: Mapping[str, Any], stock: Mapping[str, Any] | None) -> list[str]:
-    """Malformed requests that were not refused with a 4xx, unless vLLM's own server answers them in the same way."""
-    return [
-        f"{name}: answered with {status}"
-        for name, counts in ours["refusals"].items()
-        for status in counts
-        if not status.startswith("4") and status not in (stock or {"refusals": {}})["refusals"].get(name, {})
-    ]
-
-
-def noise_problems(ours: Mapping[str, Any], stock: Mapping[str, Any]) -> list[str]:
-    """Where our answers under load differ from themselves alone by more than vLLM's own do; figures of both."""
-    problems = []
-    if not ours["compared_answers"] or not stock["compared_answers"]:
-        return ["nothing was compared"]
-    shares = [figures["beyond_tolerance"] / figures["compared_answers"] for figures in (ours, stock)]
-    if shares[0] > MORE_OFTEN * shares[1] + SPARE_SHARE:
-        problems.append(f"{shares[0]:.2%} of our answers differ from themselves alone, {shares[1]:.2%} of stock's")
-    bound = FURTHER * max(stock["largest_difference"], ours["tolerance"])
-    if ours["largest_difference"] > bound:
-        problems.append(
-            f"an answer differs by {ours['largest_difference']:.3f} from itself alone, allowed is {bound:.3f}"
-        )
-    return problems
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Memory of all processes of a server at one moment, MiB; None where it cannot be read."""
-
-    at: float  # seconds since the load began
-    gpu: float | None
-    host: float
-
-
-def growth(samples: Sequence[Sample], seconds: float) -> dict[str, float | None]:
-    """From the second quarter to the last one of `seconds`, medians, MiB. The first quarter is the warm-up."""
-    found: dict[str, float | None] = {}
-    for kind in ("gpu", "host"):
-        values = [(sample.at / seconds, getattr(sample, kind)) for sample in samples]
-        early = [value for at, value in values if 0.25 <= at < 0.5 and value is not None]
-        late = [value for at, value in values if at >= 0.75 and value is not None]
-        found[kind] = round(statistics.median(late) - statistics.median(early), 1) if early and late else None
-    return found
-
-
-def growth_problems(ours: Mapping[str, float | None], stock: Mapping[str, float | None] | None) -> list[str]:
-    """Growth beyond an allocator's last block; what vLLM's own server grows by under the same load is its own."""
-    problems = []
-    for kind, limit in GROWTH_MIB.items():
-        grown, theirs = ours[kind], (stock or {}).get(kind) or 0.0
-        if grown is None:
-            problems.append(f"{kind} memory was not read")
-        elif grown > limit + max(0.0, theirs):
-            problems.append(f"{kind} memory grew by {grown:.0f} MiB after the warm-up, vLLM's own by {theirs:.0f}")
-    return problems
 
 
 def tolerance(rows: str) -> float:

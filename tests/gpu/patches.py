@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,8 @@ def children(work: Path) -> dict[str, tuple[dict[str, str] | None, list[str]]]:
 
 def run(names: list[str], at_once: int, seconds: float, archive: Path | None) -> dict[str, Any]:
     """Run the children, judge them, write and return the measurement."""
-    work = WORK / f"{os.getpid()}"
+    WORK.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=WORK))
     for name in ("compile-on", "compile-off"):
         (work / name / "llama").mkdir(parents=True)
         (work / name / "llama" / "config.json").write_text(json.dumps(LLAMA))

@@ -1,14 +1,15 @@
 """Engines of several ranks: what is started, what each is compared with, and how a comparison is judged."""
 
-import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.gpu.engine_cases import EngineCase, compare, tolerances
+from tests.gpu.engine_cases import EngineCase, compare, finite, no_numbers, tolerances
 
 # Under decode context parallelism vLLM asks for a multiple of the indexer's pool of 4 positions.
 SMALLEST_INTERLEAVE = 4
+FOUR_GPUS = "for want of four GPUs"
+CUTEDSL = "because vLLM merges selections over ranks with CuteDSL (nvidia-cutlass-dsl) only"
 NO_FUSION = {"fuse_allreduce_rms": False}  # FlashInfer's fused all-reduce, through NVLink multicast
 
 
@@ -107,12 +108,31 @@ def not_run(gpus: int, cutedsl: bool, names: Collection[str] | None = None) -> d
     reasons = {}
     for case in cases(4):
         if case.name not in here:
-            reasons[case.name] = "for want of four GPUs"
+            reasons[case.name] = FOUR_GPUS
         elif case.dcp > 1 and case.refusal is None and not cutedsl:
-            reasons[case.name] = "because vLLM merges selections over ranks with CuteDSL (nvidia-cutlass-dsl) only"
+            reasons[case.name] = CUTEDSL
         elif names is not None and case.name not in names:
             reasons[case.name] = "because it was not asked for"
     return reasons
+
+
+def left_out(reasons: Mapping[str, str], gpus: int, names: Collection[str] | None = None) -> dict[str, list[str]]:
+    """Reason -> cases that should have run and did not: all that were asked for, but those beyond `gpus` GPUs.
+
+    `gpus` is what the caller promised to have: on fewer than four, what needs four is excused, unless asked by name.
+    """
+    return by_reason(
+        {
+            name: why
+            for name, why in reasons.items()
+            if (name in names if names is not None else why != FOUR_GPUS or gpus >= 4)
+        }
+    )
+
+
+def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    """Names of what was not run, by why."""
+    return {reason: [n for n, why in reasons.items() if why == reason] for reason in dict.fromkeys(reasons.values())}
 
 
 def reference(case: RankCase) -> str:
@@ -144,6 +164,7 @@ def judge(case: RankCase, results: dict[str, dict]) -> dict[str, Any]:
     verdict["ranks"] = [{**rank, "layers": rank["layers"][:1]} for rank in result["ranks"]]
     verdict["problems"] = _ranks_problems(case, result["ranks"])
     if case.stock:
+        verdict["problems"] += no_numbers(result["answers"])
         return verdict
     others = (reference(case), *noise(case))
     missing = [name for name in others if "answers" not in results.get(name, {})]
@@ -183,12 +204,14 @@ def _judge_answers(
 ) -> dict[str, Any]:
     tolerance = EngineCase(case.name, case.rows).tolerance
     allowed = tolerances(one, several, tolerance)
+    for name, answers in dict(zip(noise(case), (one, several), strict=True)).items():
+        problems += [f"{name} is no yardstick: {problem}" for problem in no_numbers(answers)]
     stock = compare(one, several, [tolerance] * len(one))
     found = compare(expected, result["answers"], allowed)
     verdict = {
         "against": reference(case),
         "allowed_by_prompt": allowed,
-        "largest_by_prompt": found.by_prompt,
+        "largest_by_prompt": [finite(value) for value in found.by_prompt],
         "generated_tokens": found.tokens,
         "prompt_tokens": found.prompt_tokens,
         "ties": found.ties,
@@ -196,7 +219,7 @@ def _judge_answers(
         "largest_logprob_difference": finite(found.largest),
         "jumps": len(found.jumps),
         "stock_beyond_tolerance": len(stock.jumps),
-        "stock_largest_by_prompt": stock.by_prompt,
+        "stock_largest_by_prompt": [finite(value) for value in stock.by_prompt],
         "stock_largest_logprob_difference": finite(stock.largest),
         "problems": problems + found.problems,
     }
@@ -206,8 +229,3 @@ def _judge_answers(
         if not control.problems:
             verdict["problems"].append("the control passed although a rank's share of the context was left out")
     return verdict
-
-
-def finite(value: float) -> float | str:
-    """JSON has no infinity, which a NaN among the answers counts as."""
-    return value if math.isfinite(value) else str(value)

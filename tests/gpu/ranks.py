@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -22,11 +23,12 @@ from typing import Any
 from overlay import measurement
 from tests.conftest import ROOT, without_overlay
 from tests.gpu import jobs
-from tests.gpu.rank_cases import RankCase, cases, judge, not_run
+from tests.gpu.rank_cases import CUTEDSL, RankCase, by_reason, cases, judge, left_out, not_run
 
 WORK = ROOT / "build" / "ranks"
 PROVENANCE = "provenance.json"  # of the machine that ran the engines, beside their answers
 STOP_S = 40.0  # before the end, by when the load tests want to have written their reports
+LOAD_S, LOAD_TP4_S = 700.0, 900.0  # that the load tests may take, one after the other: start, load, and once more
 HEAD_START_S = 170.0  # an engine's first start on a machine compiles for two to three minutes
 COMPILED = re.compile(r"overlay\[pid (\d+)\]: kernel cache: compiled (\S+)")
 
@@ -46,38 +48,50 @@ def job_of(case: RankCase, number: int, gpus: tuple[str, ...], work: Path, env: 
 
 
 def load_jobs(gpus: tuple[str, ...], work: Path, env: Mapping[str, str], seconds: float) -> list[jobs.Job]:
-    """Load on one GPU beside vLLM's own backend on another, load on four, and launches at random."""
-    common = ("--folder", str(work), "--budget", str(seconds - STOP_S))
+    """Load on one GPU beside vLLM's own backend on another, then load on four; launches at random.
 
-    def job(name: str, module: str, on: tuple[str, ...], ranks: int, *options: str) -> jobs.Job:
-        return jobs.Job(name, (module, *options), on, env, work / f"{name}.log", ranks, first=True)
+    A load test has its GPUs to itself. In a container the driver names no processes, so that GPU memory can be read of
+    the whole card only, and engines that come and go there would be taken for a leak.
+    """
+    left = seconds - STOP_S
 
-    options = ("--clients", "64", "--seconds", "240", *common)
-    found = [job("load", "tests.gpu.load", gpus[-2:], 2, *options)]
+    def job(name: str, module: str, on: tuple[str, ...], alone: bool, *options: str) -> jobs.Job:
+        common = ("--folder", str(work), *options) if alone else options
+        return jobs.Job(name, (module, *common), on, env, work / f"{name}.log", len(on), first=True, alone=alone)
+
+    budget = min(left, LOAD_S)
+    options = ("--clients", "64", "--seconds", "240", "--budget", str(budget))
+    found = [job("load", "tests.gpu.load", gpus[-2:], True, *options)]
+    found.append(job("random-launches", "tests.gpu.random_launches", gpus[:1], False, "--seconds", str(budget)))
     if len(gpus) >= 4:
-        options = ("--tp", "4", "--clients", "128", "--seconds", "120", *common)
-        found.append(job("load-tp4", "tests.gpu.load", gpus[:4], 4, *options))
-    return [
-        *found,
-        job("random-launches", "tests.gpu.random_launches", gpus[:1], 1, "--seconds", str(seconds - STOP_S)),
-    ]
+        options = ("--tp", "4", "--clients", "128", "--seconds", "120", "--budget", str(min(left - budget, LOAD_TP4_S)))
+        found.append(job("load-tp4", "tests.gpu.load", gpus[:4], True, *options))
+    return found
 
 
 def run(
     names: list[str] | None,
     load: bool,
     seconds: float,
-    ranks_a_gpu: int,
+    ranks_a_gpu: int | None = None,
     archive: Path | None = None,
     head_start: float = HEAD_START_S,
+    asked: int = 2,
 ) -> dict[str, Any]:
-    """Run the cases (all that this machine can), judge them, write and return the measurement."""
+    """Run the cases (all that this machine can), judge them, write and return the measurement.
+
+    `ranks_a_gpu`: None for as many as the smallest GPU holds. `asked`: of GPUs, see `left_out`. Raises SystemExit where
+    a GPU is too small for one engine.
+    """
+    ranks_a_gpu = ranks_a_gpu or jobs.room()
     gpus = jobs.gpus()[:4]
-    machine = {**measurement.provenance(), "gpus": len(gpus), "cutedsl": find_spec("cutlass") is not None}
-    left_out = not_run(len(gpus), machine["cutedsl"], names)
-    chosen = [case for case in cases(4) if case.name not in left_out]
-    work = WORK / f"{os.getpid()}"
-    work.mkdir(parents=True)
+    hint = without_cutedsl()
+    machine = {**measurement.provenance(), "gpus": len(gpus), "cutedsl": hint is None, "cutedsl_hint": hint}
+    skipped = not_run(len(gpus), machine["cutedsl"], names)
+    chosen = [case for case in cases(4) if case.name not in skipped]
+    WORK.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=WORK))
+    (work / PROVENANCE).write_text(json.dumps(machine))
     for heads in sorted({case.heads for case in chosen}):
         write_checkpoint(heads, work)
     stock, ours = jobs.environments(work)
@@ -86,42 +100,70 @@ def run(
     for case in chosen:
         todo.append(job_of(case, numbers[case.tp], gpus, work, stock if case.stock else ours))
         numbers[case.tp] += 1
-    (work / PROVENANCE).write_text(json.dumps(machine))
     try:
-        ended = jobs.run(todo, ranks_a_gpu * len(gpus), seconds, head_start=head_start, say=say)
+        ended = jobs.run(todo, ranks_a_gpu, seconds, head_start=head_start, say=say)
+        jobs.remember(ended, work)
     finally:
         if archive:
             pack(work, archive)
-    report = report_of(names, work)
-    report["jobs"] = {name: {"status": end.status, "seconds": end.seconds} for name, end in ended.items()}
-    report["problems"] += [f"{job.name}: see {job.log}" for job in todo if ended[job.name].status != 0]
+    report = report_of(names, work, asked)
+    for job in todo:
+        report["jobs"][job.name]["gpus"] = list(job.gpus)
+    report["problems"] += [
+        f"{job.name}: {ended[job.name]}, see {job.log}" for job in todo if ended[job.name].status != 0
+    ]
     measurement.keep("ranks", report)
     return report
 
 
-def report_of(names: list[str] | None, work: Path) -> dict[str, Any]:
+def without_cutedsl() -> str | None:
+    """Why `import cutlass` fails and the way out; None where it does not.
+
+    The package puts its modules on the path with a .pth file, which Python reads in site-packages only.
+    """
+    if find_spec("cutlass") is not None:
+        return None
+    package = find_spec("nvidia_cutlass_dsl")
+    if package is None:
+        return "pip install nvidia-cutlass-dsl, which this vLLM requires"
+    (folder, *_) = package.submodule_search_locations
+    return f"its .pth file is not read where it lies: put {Path(folder) / 'dsl_packages'} on PYTHONPATH"
+
+
+def report_of(names: list[str] | None, work: Path, asked: int = 2) -> dict[str, Any]:
     """Judge the answers in `work`, which may come from another machine; None: to all that it could run."""
     provenance = json.loads((work / PROVENANCE).read_text())
-    left_out = not_run(provenance["gpus"], provenance["cutedsl"], names)
-    chosen = [case for case in cases(4) if case.name not in left_out]
+    hint = provenance.pop("cutedsl_hint", None)
+    skipped = not_run(provenance["gpus"], provenance["cutedsl"], names)
+    chosen = [case for case in cases(4) if case.name not in skipped]
+    ended = jobs.recall(work)
     results = {}
     for case in chosen:
         file = work / f"{case.name}.json"
-        results[case.name] = json.loads(file.read_text()) if file.exists() else {"error": "no answer in time"}
+        results[case.name] = json.loads(file.read_text()) if file.exists() else {"error": no_answer(case.name, ended)}
     verdicts = [judge(case, results) for case in chosen]
     compiled = compilations(work)
     problems = [f"{name} was compiled {count} times" for name, count in compiled.items() if count != 1]
     served = sum(len(v.get("ranks", ())) for v in verdicts if not v["name"].startswith("stock"))
     if served and not compiled:
         problems.append("no start-up log says that a kernel was compiled")
+    for reason, those in left_out(skipped, asked, names).items():
+        way_out = f" ({hint})" if hint and reason == CUTEDSL else ""
+        problems.append(f"not run {reason}{way_out}: {', '.join(those)}")
     return {
         **provenance,
-        "not_run": left_out,
+        "not_run": skipped,
         "compiled": compiled,
         "processes_with_kernels": served,
         "cases": verdicts,
+        "jobs": {name: {"status": end.status, "seconds": end.seconds} for name, end in ended.items()},
         "problems": problems,
     }
+
+
+def no_answer(name: str, ended: Mapping[str, jobs.Ended]) -> str:
+    """What a case without an answer failed by: a crash is not a lack of time."""
+    return f"no answer: {ended[name]}" if name in ended else "no answer, and how its process ended was not kept"
 
 
 def compilations(work: Path) -> dict[str, int]:
@@ -145,11 +187,6 @@ def pack(work: Path, file: Path) -> None:
             archive.add(path, path.name)
 
 
-def by_reason(left_out: Mapping[str, str]) -> dict[str, list[str]]:
-    """Names of what was not run, by why."""
-    return {reason: [n for n, why in left_out.items() if why == reason] for reason in dict.fromkeys(left_out.values())}
-
-
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -158,8 +195,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.ranks", description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", type=int, default=2, help="how many must be there (2); four are used where they are")
     parser.add_argument("--load", action="store_true", help="load tests and random launches at the same time")
-    parser.add_argument("--seconds", type=float, default=1500, help="for everything; what runs then is stopped (1500)")
-    parser.add_argument("--ranks-a-gpu", type=int, default=14, help="engine processes that share a GPU (14)")
+    parser.add_argument(
+        "--seconds", type=float, help="for everything; what runs then is stopped (1500, with --load 3000)"
+    )
+    parser.add_argument("--ranks-a-gpu", type=int, help="engine processes that share a GPU (as its memory allows)")
     parser.add_argument(
         "--head-start",
         type=float,
@@ -172,12 +211,15 @@ def main() -> int:
     parser.add_argument("--name", default="ranks", help="of the measurement that --answers writes (ranks)")
     options = parser.parse_args()
     if options.answers:
-        report = report_of(options.case, options.answers)
+        report = report_of(options.case, options.answers, options.gpus)
         measurement.keep(options.name, report)
     elif len(jobs.gpus()) < max(2, options.gpus):
         raise SystemExit(f"{len(jobs.gpus())} GPUs here; this compares engines of several ranks, on {options.gpus}")
     else:
-        report = run(options.case, options.load, options.seconds, options.ranks_a_gpu, options.pack, options.head_start)
+        seconds = options.seconds or (3000.0 if options.load else 1500.0)
+        report = run(
+            options.case, options.load, seconds, options.ranks_a_gpu, options.pack, options.head_start, options.gpus
+        )
     return tell(report)
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 def test_64_clients_for_four_minutes(tmp_path):
     report = load.run(1, 64, 240.0, 1200.0, tmp_path)
     assert report["problems"] == []
-    assert report["ours"]["seconds"] >= 240
+    assert report["ours"]["load_seconds"] == 240
     assert report["ours"]["compared_answers"] > 1000
 
 
@@ -25,5 +25,5 @@ def test_128_clients_on_four_ranks_for_two_minutes(tmp_path):
         pytest.skip(f"needs four GPUs, here are {torch.cuda.device_count()}")
     report = load.run(4, 128, 120.0, 1200.0, tmp_path)
     assert report["problems"] == []
-    assert report["ours"]["seconds"] >= 120
+    assert report["ours"]["load_seconds"] == 120
     assert report["ours"]["compared_answers"] > 1000

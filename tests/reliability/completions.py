@@ -83,7 +83,7 @@ def application(engine: Engine) -> web.Application:
             return web.json_response({"error": {"message": "EngineDeadError"}}, status=500)
         choice = engine.choice(body["prompt"])
         if not body["stream"]:
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
             return web.json_response({"choices": [choice]})
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)

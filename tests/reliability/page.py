@@ -8,7 +8,7 @@ from typing import Any
 
 from overlay.measurement import DIRECTORY
 from tests.conftest import ROOT
-from tests.gpu.ranks import by_reason
+from tests.gpu.rank_cases import by_reason
 
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- figures: python -m tests.reliability.page -->\n", "<!-- end of figures -->\n"
@@ -73,7 +73,8 @@ def launches(said: Mapping[str, Any]) -> Iterator[str]:
 def load(said: Mapping[str, Any]) -> Iterator[str]:
     sides = [side for side in ("ours", "stock") if side in said]
     rows = [(name, *(value(said[side]) for side in sides)) for name, value in _LOAD_ROWS]
-    yield f"{said['clients']} clients, tensor parallel {said['tp']}."
+    alone = f" {said['without_stock']}: judged by the tolerance alone." if "without_stock" in said else ""
+    yield f"{said['clients']} clients, tensor parallel {said['tp']}.{alone}"
     yield ""
     yield _table(("", *sides), rows)
     yield ""
@@ -120,7 +121,7 @@ def ranks(said: Mapping[str, Any]) -> Iterator[str]:
     yield from cases(said)
     for case in said["cases"]:
         if "stock_largest_by_prompt" in case:
-            ours, stock = (", ".join(f"{value:.3f}" for value in case[key]) for key in _BY_PROMPT)
+            ours, stock = (", ".join(f"{float(value):.3f}" for value in case[key]) for key in _BY_PROMPT)
             yield f"\n{case['name']}: largest difference of each prompt {ours}; of vLLM's own on as many ranks {stock}."
     if compiled := said["compiled"]:
         times = "each once" if set(compiled.values()) == {1} else f"{sum(compiled.values())} times"

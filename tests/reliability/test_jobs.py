@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from overlay.hardware import Device
+from tests.conftest import ROOT, run_python
 from tests.gpu import jobs
 
 
 @pytest.fixture
 def job(tmp_path: Path):
-    def make(name: str, way: str = "ok", ranks: int = 1, first: bool = False, gpus: tuple[str, ...] = ("0",)):
+    def make(name: str, way: str = "ok", ranks: int = 1, gpus: tuple[str, ...] = ("0",), **options: bool):
         command = ("tests.reliability.children", way, str(tmp_path / "started"))
-        return jobs.Job(name, command, gpus, os.environ, tmp_path / f"{name}.log", ranks, first)
+        return jobs.Job(name, command, gpus, os.environ, tmp_path / f"{name}.log", ranks, **options)
 
     return make
 
@@ -51,6 +52,31 @@ def test_no_more_ranks_than_there_is_room_for(job, tmp_path):
     assert times[2] - times[0] > 0.25  # the third waited for one of the others, which take 0.3 s
 
 
+@pytest.mark.parametrize(
+    ("new", "running", "may"),
+    [
+        ((2, "01"), [(2, "01")], True),  # one rank of each on each GPU
+        ((2, "01"), [(2, "01"), (1, "1")], False),
+        ((2, "23"), [(2, "01"), (2, "01")], True),
+        ((4, "0123"), [(2, "01"), (1, "3")], True),
+        ((4, "0123"), [(1, "3"), (1, "3")], False),
+        ((9, "0"), [], True),
+        ((9, "0"), [(1, "0")], False),
+    ],
+)
+def test_room_is_counted_on_each_gpu(job, new, running, may):
+    def of(ranks, gpus):
+        return job("x", ranks=ranks, gpus=tuple(gpus))
+
+    assert jobs.has_room(of(*new), [of(*other) for other in running], at_once=2) == may
+
+
+def test_a_job_that_is_alone_shares_no_gpu_and_no_time_with_others_on_it(job):
+    load, elsewhere, beside = job("load", gpus=("2", "3"), alone=True), job("a"), job("b", gpus=("1", "2"))
+    assert jobs.has_room(load, [elsewhere], 8) and jobs.has_room(elsewhere, [load], 8)
+    assert not jobs.has_room(load, [beside], 8) and not jobs.has_room(beside, [load], 8)
+
+
 def test_a_job_larger_than_the_room_runs_alone_rather_than_never(job):
     ended, _ = run([job("large", ranks=9), job("small")], at_once=4)
     assert {end.status for end in ended.values()} == {0}
@@ -82,24 +108,97 @@ def test_nothing_is_left_behind(job, tmp_path, monkeypatch, way):
     assert not alive(int((tmp_path / "started.pid").read_text()))
 
 
-def test_nothing_is_left_behind_when_the_driver_is_ended(tmp_path):
+DRIVERS = {
+    "jobs": "jobs.run([job], 1, 600.0)",
+    "engine_compare": """
+engine_compare.write_checkpoint = lambda case, work: None
+engine_compare.children = lambda todo, work, per_process: [job]
+engine_compare.compare_engines(["bf16 eager"], path / "work", at_once=1, timeout=600.0)
+""",
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_nothing_is_left_behind_when_the_driver_is_ended(tmp_path, driver, number):
     code = f"""
 import os
 from pathlib import Path
-from tests.gpu import jobs
+from tests.gpu import engine_compare, jobs
 jobs.ASK_S = 0.5
 path = Path({str(tmp_path)!r})
 command = ("tests.reliability.children", "stubborn", str(path / "started"))
-jobs.run([jobs.Job("x", command, ("0",), os.environ, path / "log", 1)], 1, 600.0)
+job = jobs.Job("x", command, ("0",), os.environ, path / "log", 1)
+{DRIVERS[driver]}
 """
-    driver = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL)
     file = tmp_path / "started.pid"
     deadline = time.monotonic() + 60
     while not (file.exists() and file.read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    driver.send_signal(signal.SIGTERM)
-    assert driver.wait(30) == 128 + signal.SIGTERM
+    process.send_signal(number)
+    assert process.wait(30) == 128 + number
     assert not alive(int(file.read_text()))
+
+
+def test_what_ended_a_driver_before_ends_it_afterwards_and_nohup_is_respected():
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        before = signal.getsignal(signal.SIGTERM)
+        with jobs.nothing_left_behind():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not before
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        (jobs.Ended(0, 12.0), "exit 0 after 12 s"),
+        (jobs.Ended(-11, 12.0), "died of SIGSEGV after 12 s"),
+        (jobs.Ended(-9, 3.0), "died of SIGKILL after 3 s, which is also what the kernel sends where memory runs out"),
+        (jobs.Ended(None, 1500.0), "no answer in time: stopped after 1500 s"),
+        (jobs.Ended(None, 0.0), "never started, for time"),
+    ],
+)
+def test_how_a_job_ended(ended, said):
+    assert str(ended) == said
+
+
+def test_how_jobs_ended_is_kept_beside_their_answers(tmp_path):
+    assert jobs.recall(tmp_path) == {}
+    jobs.remember({"a": jobs.Ended(-11, 2.0), "b": jobs.Ended(0, 1.0)}, tmp_path)
+    jobs.remember({"a": jobs.Ended(0, 3.0)}, tmp_path)
+    assert jobs.recall(tmp_path) == {"a": jobs.Ended(0, 3.0), "b": jobs.Ended(0, 1.0)}
+
+
+@pytest.mark.parametrize(("gib", "ranks"), [(140.4, 14), (95.6, 9), (31.8, 3), (11.9, 1)])
+def test_as_many_engines_as_the_smallest_gpu_holds(monkeypatch, gib, ranks):
+    devices = [Device("a GPU", (12, 0), False, int(size * 2**30)) for size in (150.0, gib)]
+    monkeypatch.setattr(jobs.Hardware, "devices", devices)
+    assert jobs.room() == ranks
+
+
+def test_a_gpu_of_the_hosts_memory_has_as_much(monkeypatch):
+    monkeypatch.setattr(jobs.Hardware, "devices", [Device("NVIDIA GB10", (12, 1), True)])
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert jobs.room(0.25) == int(host / 2**28)
+
+
+def test_a_gpu_that_is_too_small_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(jobs.Hardware, "devices", [Device("a GPU", (12, 0), False, 8 << 30)])
+    with pytest.raises(SystemExit, match=r"a GPU of 8\.0 GiB is too small: one engine of this test may take 10 GiB"):
+        jobs.room()
+
+
+def test_the_memory_of_a_gpu_is_what_nvml_says(fake_driver):
+    code = (
+        "import json; from overlay.hardware import Hardware; print(json.dumps([d.memory for d in Hardware().devices]))"
+    )
+    assert run_python(code, fake_driver((12, 0), devices=2, memory=32 << 30, overlay=True)) == [32 << 30] * 2
+    assert run_python(code, fake_driver((12, 1), memory=0, overlay=True)) == [None]
 
 
 def test_processes_of_before_are_spared():

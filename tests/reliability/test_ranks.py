@@ -3,11 +3,13 @@
 import copy
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from overlay.hardware import Device
 from tests.gpu import jobs, rank_cases, ranks
-from tests.gpu.rank_cases import RankCase, cases, judge, noise, not_run, reference
+from tests.gpu.rank_cases import CUTEDSL, FOUR_GPUS, RankCase, cases, judge, left_out, noise, not_run, reference
 
 BY_NAME = {case.name: case for case in cases(4)}
 
@@ -57,6 +59,20 @@ def test_vllms_own_noise_between_ranks_widens_what_is_allowed(results):
     results["stock tp4 64 bf16"]["answers"] = answers(0.25)
     assert faulty(results, "tp4 64 bf16 graphs", answers=answers(0.3)) == []
     assert faulty(results, "tp2 64 bf16 graphs", answers=answers(0.3))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("broken", ["stock tp1 64 bf16", "stock tp4 64 bf16"])
+def test_stock_that_answers_no_numbers_is_a_problem_and_allows_nothing(results, broken, value):
+    results[broken] = copy.deepcopy(results[broken])
+    results[broken]["answers"][1]["prompt_logprobs"][3] = value
+    results["tp4 64 bf16 graphs"]["answers"] = answers(0.3)
+    (problem,) = judge(BY_NAME[broken], results)["problems"]
+    assert problem == "prompt 1: a log-probability is no number"
+    verdict = judge(BY_NAME["tp4 64 bf16 graphs"], results)
+    assert f"{broken} is no yardstick: {problem}" in verdict["problems"]
+    assert any("log-probabilities of its answer differ by up to 0.3" in said for said in verdict["problems"])
+    assert verdict["allowed_by_prompt"] == [0.02, 0.02] and "Infinity" not in json.dumps(verdict)
 
 
 def test_a_rank_with_another_fingerprint_is_seen(results):
@@ -113,6 +129,16 @@ def test_what_is_not_run_is_named_with_the_reason():
     assert not_run(4, True, ["tp1 64 bf16"])["tp1 64 fp8"] == "because it was not asked for"
 
 
+def test_what_should_have_run_and_did_not_is_a_problem():
+    two = not_run(2, True)
+    assert left_out(two, gpus=2) == {} and left_out(two, gpus=4) == {FOUR_GPUS: list(two)}
+    assert left_out(not_run(4, False), gpus=4) == {CUTEDSL: list(not_run(4, False))}
+    assert set(left_out(not_run(2, False), gpus=2)) == {CUTEDSL}
+    asked = ["tp1 64 bf16", "tp2 dcp2 bf16 eager", "tp4 64 bf16 eager"]
+    assert left_out(not_run(4, True, asked), 2, asked) == {}
+    assert left_out(not_run(2, False, asked), 2, asked) == {FOUR_GPUS: asked[2:], CUTEDSL: asked[1:2]}
+
+
 def test_the_cases_are_those_that_are_promised():
     ours = [case for case in cases(4) if not case.stock and case.refusal is None]
     ran = {(case.tp, case.dcp, case.heads, case.rows, case.eager) for case in ours}
@@ -158,13 +184,22 @@ def driver(tmp_path, monkeypatch):
         for job in todo:
             module, name, folder = job.command
             assert module == "tests.gpu.rank_child" and folder == str(job.log.parent)
+            if name in lost:
+                continue
             job.log.write_text("".join(f"(Worker_TP0 pid=7) {line}\n" for line in lines))
             lines.clear()
             (job.log.parent / f"{name}.json").write_text(json.dumps(good(BY_NAME[name])))
-        return {job.name: jobs.Ended(0, 1.0) for job in todo}
+        return {job.name: jobs.Ended(lost.get(job.name, 0), 1.0) for job in todo}
 
+    lost: dict[str, int | None] = {}
     monkeypatch.setattr(jobs, "run", run)
-    return lambda **options: ranks.run(None, False, 10.0, 8, **options), kept, lines
+
+    def started(dead: dict[str, int | None] | None = None, **options):
+        """`dead`: children that write no answer, and their status."""
+        lost.update(dead or {})
+        return ranks.run(None, False, 10.0, 8, **options)
+
+    return started, kept, lines
 
 
 def test_the_driver_judges_all_that_two_gpus_can_run_and_names_the_rest(driver, tmp_path, capsys):
@@ -181,6 +216,78 @@ def test_a_kernel_that_two_ranks_compile_is_a_problem(driver):
     run, _, lines = driver
     lines *= 2
     assert run()["problems"] == ["sparse_mla_h32_bf16 was compiled 2 times"]
+
+
+def test_every_gpu_that_jobs_ran_on_is_named(driver):
+    run, _, _ = driver
+    jobs_of = run()["jobs"]
+    assert jobs_of["tp2 64 bf16 eager"]["gpus"] == ["0", "1"]
+    assert {gpu for job in jobs_of.values() for gpu in job["gpus"]} == {"0", "1"}
+
+
+@pytest.mark.parametrize(
+    ("status", "said"), [(-11, "died of SIGSEGV after 1 s"), (-9, "died of SIGKILL"), (None, "no answer in time")]
+)
+def test_a_child_that_died_is_not_one_that_was_slow(driver, tmp_path, monkeypatch, capsys, status, said):
+    """Judged at once, and again from the folder."""
+    run, kept, _ = driver
+    run({"tp2 64 bf16 eager": status})
+    for again in (False, True):
+        if again:
+            (folder,) = (tmp_path / "work").iterdir()
+            monkeypatch.setattr("sys.argv", ["ranks", "--answers", str(folder)])
+            assert ranks.main() == 1
+        (case,) = (case for case in kept["ranks"]["cases"] if case["name"] == "tp2 64 bf16 eager")
+        (problem,) = case["problems"]
+        assert said in problem and kept["ranks"]["jobs"][case["name"]]["status"] == status
+
+
+def test_answers_without_a_word_of_how_the_children_ended(driver, tmp_path):
+    run, _, _ = driver
+    run({"tp2 64 bf16 eager": -11})
+    (folder,) = (tmp_path / "work").iterdir()
+    (folder / jobs.ENDED).unlink()
+    (case,) = (case for case in ranks.report_of(None, folder)["cases"] if case["name"] == "tp2 64 bf16 eager")
+    assert case["problems"] == ["no answer, and how its process ended was not kept"]
+
+
+def test_two_runs_of_one_process_id_have_folders_of_their_own(driver, tmp_path, monkeypatch):
+    run, _, lines = driver
+    monkeypatch.setattr(ranks.os, "getpid", lambda: 1)
+    first = list(lines)
+    run()
+    lines += first
+    run()
+    assert len(list((tmp_path / "work").iterdir())) == 2
+
+
+@pytest.mark.parametrize("lies", ["nowhere", "beside"])
+def test_engines_that_were_left_out_for_want_of_cutedsl_are_a_problem(driver, monkeypatch, tmp_path, capsys, lies):
+    """Also where the package lies on PYTHONPATH, whose .pth files Python does not read."""
+    package = SimpleNamespace(submodule_search_locations=["/site/nvidia_cutlass_dsl"])
+    found = {"nvidia_cutlass_dsl": package} if lies == "beside" else {}
+    monkeypatch.setattr(ranks, "find_spec", found.get)
+    report = driver[0]()
+    assert ranks.tell(report) == 1
+    (problem,) = report["problems"]
+    way_out = {"nowhere": "pip install nvidia-cutlass-dsl", "beside": "put /site/nvidia_cutlass_dsl/dsl_packages on"}
+    assert way_out[lies] in problem and problem.endswith(": tp2 dcp2 bf16 eager, tp2 dcp2 bf16 graphs")
+    assert problem in capsys.readouterr().out
+
+
+def test_a_gpu_that_is_too_small_is_refused(driver, monkeypatch):
+    monkeypatch.setattr(jobs.Hardware, "devices", [Device("a GPU", (12, 0), False, 8 << 30)])
+    with pytest.raises(SystemExit, match="too small"):
+        ranks.run(None, False, 10.0)
+
+
+def test_load_tests_have_their_gpus_to_themselves_and_end_in_time(tmp_path):
+    for gpus in ("01", "0123"):
+        todo = ranks.load_jobs(tuple(gpus), tmp_path, {}, 3000.0)
+        loads = [job for job in todo if "tests.gpu.load" in job.command]
+        assert len(loads) == len(gpus) // 2 and all(job.alone for job in loads)
+        budgets = [float(job.command[job.command.index("--budget") + 1]) for job in loads]
+        assert sum(budgets) < 3000.0 - ranks.STOP_S
 
 
 def test_answers_can_be_judged_again(driver, tmp_path, monkeypatch, capsys):
