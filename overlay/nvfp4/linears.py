@@ -30,8 +30,13 @@ COMPRESSED_TENSORS = LinearFormat("compressed-tensors", "input_global_scale", "w
 
 
 def watch(layer: torch.nn.Module, form: LinearFormat) -> None:
-    """After `create_weights`: every scale is NaN until something is loaded into it."""
-    unloaded.watch(layer, (form.input, form.globals, form.blocks))
+    """After `create_weights`: every scale of an NVFP4 layer is NaN until something is loaded into it.
+
+    A layer without the form's global weight scale is not NVFP4 and not touched: since 0.30 one method of ModelOpt's
+    serves FP8 and MXFP8 too, whose scales have the same names, other types and sentinels of vLLM's own.
+    """
+    if hasattr(layer, form.globals):
+        unloaded.watch(layer, (form.input, form.globals, form.blocks))
 
 
 def prepare(

@@ -30,4 +30,6 @@ def wrapped(fake_driver, tiny_checkpoints) -> dict[str, Any]:
 
 
 def run(env: dict[str, str], tiny_checkpoints: Path) -> dict[str, Any]:
-    return run_python("tests.nvfp4.runner", env | {"TINY_CHECKPOINTS": str(tiny_checkpoints)}, timeout=900)
+    # DeepGEMM converts block scales of FP8 on a GPU alone
+    more = {"TINY_CHECKPOINTS": str(tiny_checkpoints), "VLLM_USE_DEEP_GEMM": "0"}
+    return run_python("tests.nvfp4.runner", env | more, timeout=900)

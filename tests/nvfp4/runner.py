@@ -81,8 +81,14 @@ def describe(model: torch.nn.Module) -> dict[str, Any]:
     return {
         "experts": experts(model),
         "linears": {n: describe_linear(layer) for n, layer in model.named_modules() if isinstance(layer, LinearBase)},
-        "digests": {name: digest(tensor) for name, tensor in model.named_parameters(remove_duplicate=False)},
+        "digests": {name: digest(tensor) for name, tensor in named_tensors(model)},
     }
+
+
+def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and the buffers among which are KV-cache scales."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from ((name, tensor) for name, tensor in model.named_buffers() if not name.endswith("cos_sin_cache"))
 
 
 def describe_linear(layer: torch.nn.Module) -> dict[str, Any]:

@@ -148,6 +148,45 @@ def unknown_algorithm() -> dict[str, Any]:
     return {**MIXED, "ignore": ["lm_head", "*mlp.gate"], "quantized_layers": layers}
 
 
+# vLLM's ModelOpt algorithms for linear layers beside NVFP4.
+OTHER_ALGORITHMS = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8")
+
+
+def other_linears(algorithm: str) -> dict[str, Any]:
+    """NVFP4 experts beside attention in another of ModelOpt's algorithms, as public mixed checkpoints have them."""
+    attention = {
+        f"model.layers.{i}.self_attn.{name}_proj": {"quant_algo": algorithm} for i in range(2) for name in "qkvo"
+    }
+    layers = {**MIXED["quantized_layers"], **attention}
+    return {**MIXED, "kv_cache_quant_algo": "FP8", "ignore": ["lm_head", "*mlp.gate"], "quantized_layers": layers}
+
+
+def stored_otherwise(algorithm: str):
+    """The attention's tensors as the algorithm stores them, with scales of 1/128, and KV-cache scales beside them."""
+
+    def edit(form: Format):
+        def change(name: str, own: dict) -> None:
+            if "self_attn" not in name:
+                return
+            rows, columns = own[form.weight].shape[0], own[form.weight].shape[1] * 2
+            codes = own[form.weight].repeat(1, 2) & 0x3F  # any e4m3 but NaN
+            own.clear()
+            own["weight"] = codes.view(torch.float8_e4m3fn)
+            if algorithm == "MXFP8":
+                own["weight_scale"] = torch.full((rows, columns // 32), 120, dtype=torch.uint8)
+            else:
+                shape = {"FP8": (), "FP8_PB_WO": (-(-rows // 128), 1, columns // 128, 1)}.get(algorithm, (rows,))
+                own["weight_scale"] = torch.full(shape, 1 / 128)
+            if algorithm == "FP8":
+                own["input_scale"] = torch.tensor(1 / 128)
+            if name.endswith(("k_proj", "v_proj")):
+                own[f"{name[-6]}_scale"] = torch.tensor(0.5)
+
+        return change
+
+    return edit
+
+
 def scenarios() -> dict[str, Scenario]:
     """Every load by name; `form/poison` for those that are repeated for each kind of unwritten memory."""
     found: dict[str, Scenario] = {}
@@ -224,4 +263,8 @@ def scenarios() -> dict[str, Scenario]:
     attention = (*HEADS, "self_attn")
     found["mixed/none"] = Scenario(without_input_scales, quantization=MIXED, unquantised=attention)
     found["mixed/complete"] = Scenario(complete, quantization=MIXED, unquantised=attention)
+    for algorithm in OTHER_ALGORITHMS:
+        found[f"linears/{algorithm}"] = Scenario(
+            stored_otherwise(algorithm), quantization=other_linears(algorithm), unquantised=HEADS, poison=1e30
+        )
     return found

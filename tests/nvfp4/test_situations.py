@@ -6,6 +6,7 @@ import pytest
 
 from tests import installed
 from tests.nvfp4.outcomes import FORMATS, experts, is_right, is_sane, is_weight_only, is_weight_only_linear, linears
+from tests.nvfp4.scenarios import OTHER_ALGORITHMS
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -161,3 +162,16 @@ def test_marlins_line_about_the_gpu(stock, wrapped):
     assert "Your GPU does not have native support for FP4" in stock["marlin"]["said"][0]
     (line,) = wrapped["marlin"]["said"]
     assert "This GPU has FP4 tensor cores" in line
+
+
+@pytest.mark.parametrize("algorithm", OTHER_ALGORITHMS)
+def test_other_algorithms_are_not_touched(stock, wrapped, algorithm):
+    """FP8 and MXFP8 beside NVFP4 experts: since 0.30 the method that serves them is the one that serves NVFP4."""
+    before, after = stock[f"linears/{algorithm}"], wrapped[f"linears/{algorithm}"]
+    if not installed.since(0, 30) and "error" in before:
+        assert after["error"] == before["error"]
+        return
+    assert all(is_right(layer) for layer in experts(after))
+    assert after["digests"] == before["digests"]
+    assert after["log"] == []
+    assert any(name.endswith("_k_scale") for name in after["digests"])
