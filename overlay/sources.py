@@ -2,10 +2,11 @@
 
 import ast
 import re
-import sys
 from functools import cached_property, lru_cache
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+
+from overlay import hooks
 
 # The releases whose sources the patches were written against and are tested with (docs/patches.md).
 TESTED_FROM, TESTED_TO = (0, 27, 1), (0, 33, 0)
@@ -19,11 +20,17 @@ class VllmSources:
 
     @classmethod
     def find(cls) -> "VllmSources | None":
-        """The vLLM that `import vllm` would take, or None."""
-        spec = PathFinder.find_spec("vllm", sys.path)
-        if spec is None or not spec.origin:
-            return None
-        return cls(Path(spec.origin).parent)
+        """The vLLM that `import vllm` would take, or None.
+
+        Every finder is asked as an import asks them: `pip install -e` leaves no folder on the path, but a finder.
+        """
+        return cls.of(hooks.find_spec(None, "vllm", None, None))
+
+    @classmethod
+    def of(cls, spec: ModuleSpec | None) -> "VllmSources | None":
+        """The sources of the package that `spec` executes; None where it is not a folder of Python files."""
+        origin = Path(spec.origin) if spec is not None and spec.origin else None
+        return cls(origin.parent) if origin is not None and origin.name == "__init__.py" and origin.is_file() else None
 
     @cached_property
     def version(self) -> str:

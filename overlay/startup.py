@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from overlay import hooks
@@ -46,7 +47,7 @@ def find_vllm(finder: object, path: object, target: object):
     if spec is not None and spec.origin is None:
         spec.loader = Namespace(spec.submodule_search_locations or ())
     elif spec is not None and spec.loader is not None:
-        spec.loader = hooks.Loader(spec.loader, arm, _after_leaf)
+        spec.loader = hooks.Loader(spec.loader, lambda: arm(spec), _after_leaf)
     return spec
 
 
@@ -67,8 +68,11 @@ class Namespace:
         )
 
 
-def arm() -> None:
-    """Decide about every patch and hook what is wanted; raises one OverlayError, and again at every later import."""
+def arm(spec: ModuleSpec) -> None:
+    """Decide about every patch and hook what is wanted; raises one OverlayError, and again at every later import.
+
+    `spec` is the package that is about to be executed: it is the one that is checked.
+    """
     global _failure, _overlay
     with _lock:
         if _failure is not None:
@@ -76,7 +80,7 @@ def arm() -> None:
         if _overlay is not None:
             return
         try:
-            _overlay = _arm()
+            _overlay = _arm(spec)
         except OverlayError as error:
             _failure = error
             raise
@@ -88,7 +92,7 @@ def arm() -> None:
             raise _failure from error
 
 
-def _arm() -> ArmedOverlay:
+def _arm(spec: ModuleSpec) -> ArmedOverlay:
     from overlay import carried, config, live, log, registry
     from overlay.fingerprint import fingerprint
     from overlay.hardware import Hardware
@@ -98,10 +102,11 @@ def _arm() -> ArmedOverlay:
     patches = list(registry.declarations())
     settings = config.load(patches)
     log.configure(settings.log)
-    sources, hardware = VllmSources.find(), Hardware()
+    sources, hardware = VllmSources.of(spec), Hardware()
     if sources is None:
         raise OverlayError(
-            "vllm is being imported from something that is not a folder of Python files; it cannot be checked"
+            f"vllm is being imported from {spec.origin}, which is not the __init__.py of a folder of Python files; it "
+            "cannot be checked. OVERLAY_DISABLE=1 imports it all the same"
         )
     entries = registry.decide(patches, settings, sources, hardware)
     overlay = ArmedOverlay(settings, entries, sources, hardware, fingerprint(entries))

@@ -15,6 +15,7 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import struct
 import subprocess
@@ -27,7 +28,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from overlay.errors import OverlayError
-from overlay.kernel.cache import default_directory
+from overlay.kernel import cache
+from overlay.sources import VllmSources
 
 LIBCUDA = "libcuda.so.1"
 LIBNVML = "libnvidia-ml.so.1"
@@ -103,22 +105,36 @@ def build(directory: Path | None = None) -> Path:
         raise DriverError(f"a rehearsal needs Linux on x86-64 or aarch64; this is {sys.platform} {platform.machine()}")
     sources = {LIBCUDA: cuda_source(wanted_symbols(package_folders())), LIBNVML: NVML_SOURCE.read_text()}
     key = hashlib.sha256("\0".join((platform.machine(), *sources.values())).encode()).hexdigest()[:16]
-    root = default_directory() / "driver" if directory is None else directory
-    target = root / key
+    root = own(cache.default_directory()) / "driver" if directory is None else directory.absolute()
+    target = own(root) / key
     if target.is_dir():
-        return target
+        return own(target)
     compiler = find_compiler()
-    root.mkdir(parents=True, exist_ok=True)
     with locked(root / "lock"):
         if target.is_dir():
-            return target
+            return own(target)
         with tempfile.TemporaryDirectory(dir=root, prefix="build-") as scratch:
             finished = Path(scratch) / key
-            finished.mkdir()
+            finished.mkdir(mode=0o700)
             for library, source in sources.items():
                 compile_library(compiler, source, finished / library)
             finished.rename(target)
     return target
+
+
+def own(folder: Path) -> Path:
+    """`folder`, made if need be, which nobody else can write to. Raises DriverError.
+
+    What lies in it is loaded into every process of a rehearsal, as a kernel from the kernel cache is.
+    """
+    try:
+        cache.prepare(folder)
+    except OSError as problem:
+        raise DriverError(
+            f"{folder} cannot be used for the rehearsal's driver: {problem.strerror or problem}\n"
+            f"  chmod 700 {shlex.quote(str(folder))}, or remove it"
+        ) from None
+    return folder
 
 
 @contextmanager
@@ -167,10 +183,12 @@ def cuda_source(names: Iterable[str]) -> str:
 
 
 def package_folders() -> list[Path]:
-    """The folders on sys.path whose compiled libraries a rehearsal may load."""
+    """The folders whose compiled libraries a rehearsal may load: of packages on sys.path, and vLLM's own elsewhere."""
     folders = [Path(entry) for entry in sys.path if entry]
     holds_packages = ("site-packages", "dist-packages")
-    return [f for f in folders if f.is_dir() and (f.name in holds_packages or (f / "vllm").is_dir())]
+    found = [f for f in folders if f.is_dir() and (f.name in holds_packages or (f / "vllm").is_dir())]
+    vllm = VllmSources.find()  # `pip install -e` puts it on no path
+    return found if vllm is None or vllm.root.parent in found else [*found, vllm.root]
 
 
 def wanted_symbols(folders: Iterable[Path]) -> set[str]:

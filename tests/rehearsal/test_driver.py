@@ -103,6 +103,44 @@ def test_builds_once(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert driver.build(libraries.parent) == libraries
 
 
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+@pytest.mark.parametrize("which", ["root", "libraries"])
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, which: str, mode: int) -> None:
+    """What lies in it is loaded into vLLM's processes. The line that the message gives is the way out."""
+    root = tmp_path / "my driver"
+    built = driver.build(root)
+    folder = root if which == "root" else built
+    folder.chmod(mode)
+    with pytest.raises(driver.DriverError, match="other users can write to it") as refused:
+        driver.environment((12, 1), directory=root)
+    line = str(refused.value).splitlines()[-1].strip().removesuffix(", or remove it")
+    assert line == f"chmod 700 '{folder}'"
+    subprocess.run(line, shell=True, check=True)
+    assert driver.build(root) == built
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = tmp_path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    if owner == 0:  # root's files are trusted: make them somebody's
+        os.chown(tmp_path, 4321, -1)
+    with pytest.raises(driver.DriverError, match="other users can write to it"):
+        driver.build(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_its_own_folders_are_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where new files are the group's by default, and in the folder that the kernel cache shares with it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = os.umask(0o002)
+    try:
+        folders = [driver.build(), *driver.build().parents]
+    finally:
+        os.umask(before)
+    assert [folder.stat().st_mode & 0o777 for folder in folders[:3]] == [0o700] * 3
+    assert folders[3] == tmp_path
+
+
 def test_many_at_once_build_one(tmp_path: Path) -> None:
     code = (
         f"from pathlib import Path; from overlay.rehearsal import driver; print(driver.build(Path({str(tmp_path)!r})))"
