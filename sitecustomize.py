@@ -46,15 +46,24 @@ def install():
 
 
 def chain():
-    """Execute the sitecustomize that ours shadows (Debian, Homebrew and Nix ship one), as if it had been found."""
+    """Execute the sitecustomize that ours shadows (Debian, Homebrew and Nix ship one), as if it had been found.
+
+    Each folder's is executed once in a process. The next one may be another checkout of ours, or any file that looks
+    for the one behind itself, and would execute this one again: both go on behind the folders that had their turn.
+    """
     from importlib.machinery import PathFinder
 
-    others = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != ROOT]
-    spec = PathFinder.find_spec("sitecustomize", others)
-    if spec is not None and spec.loader is not None:
-        from importlib.util import module_from_spec  # 4 ms of imports: only where there is something to chain
+    had_their_turn = sys.__dict__.setdefault("_overlay_chained", set())
+    had_their_turn.add(os.path.realpath(ROOT))
+    for entry in sys.path:
+        folder = os.path.realpath(entry or os.curdir)
+        spec = None if folder in had_their_turn else PathFinder.find_spec("sitecustomize", [entry])
+        if spec is not None and spec.loader is not None:
+            from importlib.util import module_from_spec  # 4 ms of imports: only where there is something to chain
 
-        spec.loader.exec_module(module_from_spec(spec))
+            had_their_turn.add(folder)
+            spec.loader.exec_module(module_from_spec(spec))
+            return
 
 
 if os.environ.get("OVERLAY_DISABLE") != "1":

@@ -97,9 +97,29 @@ def test_a_path_with_spaces(tmp_path: Path):
     assert done.returncode == 0, done.stderr
 
 
-def test_two_checkouts_on_the_path_act_once(tmp_path: Path):
-    (tmp_path / "sitecustomize.py").write_text((ROOT / "sitecustomize.py").read_text())
-    assert run(FINDERS, environment(ROOT, tmp_path)).stdout.strip() == "1"
+@pytest.mark.parametrize("kind", ["another checkout", "a link to this one", "links in a folder", "one that recurses"])
+@pytest.mark.parametrize("settings", [{}, {"OVERLAY_DISABLE": "1"}], ids=["on", "off"])
+def test_two_checkouts_on_the_path_act_once(tmp_path: Path, kind: str, settings: dict[str, str]):
+    """What lies behind both is executed once, and nothing is said."""
+    second, third = tmp_path / "second", tmp_path / "third"
+    text = (ROOT / "sitecustomize.py").read_text()
+    if kind == "a link to this one":
+        second.symlink_to(ROOT)
+    else:
+        second.mkdir()
+    if kind == "links in a folder":
+        (second / "sitecustomize.py").symlink_to(ROOT / "sitecustomize.py")
+    elif kind == "another checkout":
+        (second / "sitecustomize.py").write_text(text)
+    elif kind == "one that recurses":  # it executes whatever is not its own: this one again
+        (second / "sitecustomize.py").write_text(text.replace("_overlay_chained", "_another"))
+    third.mkdir()
+    (third / "sitecustomize.py").write_text("import sys; sys.third = getattr(sys, 'third', 0) + 1")
+    code = FINDERS + "; print(sys.third, sys.modules['sitecustomize'].__file__)"
+    for path in ((ROOT, second, third), (second, ROOT, third), (ROOT, second, ROOT, second, third)):
+        done = run(code, environment(*path, **settings))
+        assert done.stdout.split() == ["0" if settings else "1", "1", str(path[0] / "sitecustomize.py")]
+        assert done.stderr == ""
 
 
 def test_cost_of_our_own(capsys: pytest.CaptureFixture[str]):
