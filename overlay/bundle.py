@@ -5,6 +5,7 @@ A container then needs one mount and one variable. `overlay.carried` finds the p
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -49,6 +50,8 @@ def build(out: Path, python: str, machine: str, cuda: int) -> Path:
     """
     version = parse_python(python)
     carried = out / "bundled"
+    if any(out.resolve().is_relative_to(ROOT / name) for name in CONTENT):
+        raise BundleError(f"{out} lies in what a bundle copies; name a folder outside of {ROOT}")
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not carried.is_dir())):
         raise BundleError(f"{out} exists and is no bundle; name a new folder or remove it")
     out.mkdir(parents=True, exist_ok=True)
@@ -62,7 +65,8 @@ def build(out: Path, python: str, machine: str, cuda: int) -> Path:
             check_requirements(wheel, wanted)
             record[wheel.name] = hashlib.sha256(wheel.read_bytes()).hexdigest()
         (packages / "wheels.json").write_text(json.dumps(record, indent=2) + "\n")
-        copy_overlay(out)
+        if not out.samefile(ROOT):  # a bundle that adds a platform to itself has its overlay already
+            copy_overlay(out, Path(scratch))
         target = carried / tag(version, machine)
         carried.mkdir(exist_ok=True)
         shutil.rmtree(target, ignore_errors=True)
@@ -78,15 +82,20 @@ def parse_python(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def copy_overlay(out: Path) -> None:
-    """Replace the overlay's own files in `out` by this checkout's."""
+def copy_overlay(out: Path, scratch: Path) -> None:
+    """Replace the overlay's own files in `out` by this checkout's: copied whole into `scratch` first, then renamed."""
+    new, old = scratch / "new", scratch / "old"
+    new.mkdir()
+    old.mkdir()
     for name in CONTENT:
-        source, target = ROOT / name, out / name
-        if source.is_dir():
-            shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-        elif source.exists():  # a bundle made from a bundle has no README
-            shutil.copyfile(source, target)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, new / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif (ROOT / name).exists():  # a bundle made from a bundle has no README
+            shutil.copyfile(ROOT / name, new / name)
+    for file in new.iterdir():
+        if os.path.lexists(out / file.name):
+            (out / file.name).rename(old / file.name)
+        file.rename(out / file.name)
 
 
 def download(requirement: str, python: tuple[int, int], machine: str, folder: Path) -> Path:

@@ -74,6 +74,48 @@ def test_a_second_platform_joins_and_the_overlay_is_refreshed(without_pip):
     assert not list(out.glob(".unpacking-*"))
 
 
+@pytest.mark.parametrize("name", ["out", "link"])
+def test_a_bundle_adds_a_platform_to_itself(without_pip, monkeypatch, name):
+    """`make bundle OUT=.` inside of a bundle, also by another name: its overlay is the one to copy."""
+    out = without_pip
+    bundle.build(out, "3.12", "aarch64", 13)
+    before = content(out)
+    out.with_name("link").symlink_to(out)
+    monkeypatch.setattr(bundle, "ROOT", out)
+    bundle.build(out.with_name(name), "3.11", "x86_64", 13)
+    assert {folder.name for folder in (out / "bundled").iterdir()} == {"cp312-aarch64", "cp311-x86_64"}
+    assert content(out) == before
+
+
+def content(out: Path) -> dict[str, bytes]:
+    """The overlay's own files of a bundle."""
+    files = (file for file in out.rglob("*") if file.is_file() and "bundled" not in file.parts)
+    return {str(file.relative_to(out)): file.read_bytes() for file in files}
+
+
+def test_what_is_there_stays_whole_where_the_copy_fails(without_pip, monkeypatch):
+    """A disk that is full in the middle of it: the earlier bundle can still be used."""
+    out = without_pip
+    bundle.build(out, "3.12", "aarch64", 13)
+    before = content(out)
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(bundle.shutil, "copyfile", full)
+    with pytest.raises(OSError, match="No space left"):
+        bundle.build(out, "3.11", "x86_64", 13)
+    assert content(out) == before
+
+
+def test_a_folder_inside_of_what_is_copied_is_refused(without_pip, monkeypatch):
+    bundle.build(without_pip, "3.12", "aarch64", 13)
+    monkeypatch.setattr(bundle, "ROOT", without_pip)
+    with pytest.raises(BundleError, match="lies in what a bundle copies"):
+        bundle.build(without_pip / "overlay" / "new", "3.12", "aarch64", 13)
+    assert not (without_pip / "overlay" / "new").exists()
+
+
 def test_a_folder_that_is_no_bundle_is_left_alone(without_pip):
     without_pip.mkdir()
     (without_pip / "thesis.tex").write_text("years of work")
