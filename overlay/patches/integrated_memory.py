@@ -56,13 +56,15 @@ def guard_worker(module: ModuleType, ctx: Context) -> None:
     def determine(wrapped: Any, worker: Any, args: tuple, kwargs: dict) -> int:
         if not integrated(worker):
             return wrapped(*args, **kwargs)
+        # Read first: with VLLM_ENABLE_STARTUP_PLAN=1 vLLM replays an earlier boot's size through the same setting.
+        asked = bool(worker.cache_config.kv_cache_memory_bytes)
         host_memory.drop_files(files(worker))
         with baseline(module, worker):
             planned = wrapped(*args, **kwargs)
         host_memory.drop_files(files(worker))
         # The profile run's peak is given back by now and will be needed again beside the KV cache.
         peak = int(getattr(worker, "peak_activation_memory", 0))
-        return deliverable(ctx, planned, peak, reserve, bool(worker.cache_config.kv_cache_memory_bytes))
+        return deliverable(ctx, planned, peak, reserve, asked)
 
     ctx.wrap(module, "Worker.load_model", load_model)
     ctx.wrap(module, "Worker.determine_available_memory", determine)
@@ -128,7 +130,13 @@ PATCH = Patch(
         Target(WORKER, "Worker.determine_available_memory", ("(self)",)),
     ),
     options=(
-        Option("reserve_gib", float, 2.0, "GiB of free memory left to the host beside weights, KV cache, activations"),
+        Option(
+            "reserve_gib",
+            float,
+            2.0,
+            "GiB of free memory left to the host beside weights, KV cache, activations",
+            limits=(0.0, 1024.0),
+        ),
     ),
     probe=probe,
     apply={UTILS: cap_snapshots, WORKER: guard_worker},

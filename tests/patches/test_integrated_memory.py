@@ -38,6 +38,13 @@ def test_a_size_that_the_user_asked_for_is_refused_not_cut(answers):
     assert answers["wrapped"]["asked for what is there"] == answers["stock"]["asked for what is there"]
 
 
+def test_a_size_that_an_earlier_boot_planned_is_cut_as_its_own_was(answers):
+    """vLLM replays a start-up plan through the setting that a user asks with; nobody asked here."""
+    assert answers["stock"]["planned too much"] == {"kv": pytest.approx(44)}
+    assert answers["wrapped"]["planned too much"] == {"kv": pytest.approx(20 - 2)}  # less the reserve
+    assert answers["wrapped"]["planned what is there"] == answers["stock"]["planned what is there"]
+
+
 @pytest.mark.parametrize("case", ["given back while loading", "given back while profiling"])
 def test_memory_that_others_give_back_stops_nothing(answers, case):
     assert answers["stock"][case]["error"] == "AssertionError"

@@ -78,9 +78,12 @@ def worker_of(module: Any, utils: Any, machine: Machine, profile: Any, asked: in
 
 def determine(
     cached: int = 0, given_back_while_loading: int = 0, given_back_while_profiling: int = 0, weights: int = 60,
-    asked: int | None = None, integrated: bool = True,
+    asked: int | None = None, plan: int | None = None, integrated: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """Boot on the script: snapshot, load `weights`, let others give memory back, profile. Sizes in GiB."""
+    """Boot on the script: snapshot, load `weights`, let others give memory back, profile. Sizes in GiB.
+
+    `plan`: the KV cache that an earlier boot's start-up plan asks for, replayed where vLLM replays it.
+    """
     module, utils = importlib.import_module(WORKER), importlib.import_module(UTILS)
     machine = Machine()
     accelerator = SimpleNamespace(
@@ -96,6 +99,10 @@ def determine(
         machine.peak = 4 * GIB
         machine.others -= given_back_while_profiling * GIB
 
+    def apply_plan(worker: Any) -> None:
+        if plan is not None:
+            worker.cache_config.kv_cache_memory_bytes = plan * GIB
+
     platform = SimpleNamespace(
         is_integrated_gpu=lambda index: integrated, is_cuda_alike=lambda: True, is_xpu=lambda: False,
         is_rocm=lambda: False, device_name="cuda",
@@ -108,7 +115,7 @@ def determine(
             (utils.psutil, "virtual_memory", lambda: SimpleNamespace(available=machine.free + machine.cache)),
             (host_memory, "MEMINFO", MemInfo(machine)),
             (module, "set_current_vllm_config", lambda config: nullcontext()),
-            (module, "maybe_apply_startup_plan", lambda worker: None),
+            (module, "maybe_apply_startup_plan", apply_plan),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         for name in ("maybe_save_startup_plan", "maybe_rocm_profiling_fallback"):
@@ -130,6 +137,8 @@ def measure() -> dict[str, Any]:
         "no page left": determine(cached=48),
         "asked for too much": determine(cached=30, asked=34),
         "asked for what is there": determine(asked=34),
+        "planned too much": determine(cached=30, plan=44),
+        "planned what is there": determine(plan=44),
         "given back while loading": determine(weights=2, given_back_while_loading=8),
         "given back while profiling": determine(weights=1, given_back_while_profiling=5),
         "memory of its own": determine(cached=20, integrated=False),
