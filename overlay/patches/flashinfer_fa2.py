@@ -1,7 +1,9 @@
 """flashinfer_fa2: vLLM's Hopper backend for rope-free sparse MLA, on 12.x through FlashInfer's FA2 kernel."""
 
 import importlib.metadata
+import os
 import re
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,8 +25,7 @@ CAPPED_TILE = "(std::is_same_v<DTypeKV, __nv_fp8_e4m3> && CTA_TILE_KV > 32) ? 32
 def probe(ctx: Context) -> Verdict:
     if "capability.major == 9" not in ctx.sources.source_of(SM90, f"{BACKEND}.supports_compute_capability"):
         return absent("this vLLM has no rope-free sparse-MLA backend that is for Hopper only")
-    capability = ctx.hardware.capability
-    if capability is not None and capability[0] != 12:
+    if ctx.hardware.lacks(12):
         return absent(f"{ctx.hardware.architecture} is not of the 12.x family")
     pip = "pip install 'flashinfer-python>=0.6.18'"
     try:
@@ -115,8 +116,11 @@ def capped_headers() -> Path:
     header = folder / "flashinfer/attention/mla.cuh"
     header.parent.mkdir(parents=True, exist_ok=True)
     if not header.exists() or header.read_text() != text:
-        header.with_suffix(".new").write_text(text)
-        header.with_suffix(".new").rename(header)
+        # All ranks come by at once: a file of its own for each, and whichever is renamed last has the same text.
+        descriptor, temporary = tempfile.mkstemp(dir=header.parent, prefix=f".{header.name}.")
+        with open(descriptor, "w") as file:
+            file.write(text)
+        os.replace(temporary, header)
     return folder
 
 

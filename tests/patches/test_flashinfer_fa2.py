@@ -4,12 +4,16 @@ That the capped kernel compiles, and what shared memory it takes (91,680 bytes),
 """
 
 import importlib.metadata
+import multiprocessing
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from overlay.context import Context
 from overlay.hardware import Device, Hardware
-from overlay.patches.flashinfer_fa2 import FP8_BYTES_TILE_16, PATCH, probe
+from overlay.patches import flashinfer_fa2
+from overlay.patches.flashinfer_fa2 import CAPPED_TILE, FP8_BYTES_TILE_16, FP8_TILE, PATCH, probe
 from overlay.sources import VllmSources
 from tests.patches.scenarios.flashinfer_fa2 import OPT_IN
 
@@ -82,6 +86,38 @@ def test_an_old_flashinfer_is_refused_by_name(monkeypatch, version, kind):
         kind = "absent"
     assert verdict.kind == kind
     assert kind != "impossible" or "flashinfer-python>=0.6.18" in verdict.reason
+
+
+def write_header(env, barrier, rounds):
+    """One rank: in each round the header is there for none of them. It ends with 1 where a round fails."""
+    sys.modules["flashinfer"], sys.modules["flashinfer.jit"] = ModuleType("flashinfer"), ModuleType("flashinfer.jit")
+    sys.modules["flashinfer.jit"].env = env
+    header = env.FLASHINFER_GEN_SRC_DIR / "overlay_mla_tile16/flashinfer/attention/mla.cuh"
+    for _ in range(rounds):
+        if barrier.wait() == 0:
+            header.unlink(missing_ok=True)
+        barrier.wait()
+        flashinfer_fa2.capped_headers()
+        text = header.read_text()
+        assert text.count(CAPPED_TILE) == 1 and text.endswith("// the end\n")
+
+
+def test_ranks_that_write_the_header_at_once_all_find_it_whole(tmp_path):
+    folder = tmp_path / "include/flashinfer/attention"
+    folder.mkdir(parents=True)
+    filler = "// as long as the real one\n" * 4000
+    (folder / "mla.cuh").write_text(f"{FP8_TILE}\n{filler}// the end\n")
+    env = SimpleNamespace(FLASHINFER_INCLUDE_DIR=tmp_path / "include", FLASHINFER_GEN_SRC_DIR=tmp_path / "generated")
+    fork = multiprocessing.get_context("fork")
+    barrier = fork.Barrier(4, timeout=60)
+    ranks = [fork.Process(target=write_header, args=(env, barrier, 25)) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0] * 4
+    (header,) = (file for file in (tmp_path / "generated").rglob("*") if file.is_file())
+    assert header.name == "mla.cuh"
 
 
 def test_it_is_off_by_default():
