@@ -9,6 +9,7 @@ from typing import Literal
 
 from overlay.errors import PatchError
 from overlay.hardware import Hardware
+from overlay.log import named
 from overlay.sources import VllmSources
 
 
@@ -33,7 +34,7 @@ class Context:
 
     @property
     def log(self) -> logging.Logger:
-        return logging.getLogger(f"overlay.{self.patch_id}")
+        return named(f"overlay.{self.patch_id}")
 
     def wrap(self, module: ModuleType, qualname: str, wrapper: Callable) -> None:
         """Wrap `module.qualname` with wrapt: `wrapper(wrapped, instance, args, kwargs)`.

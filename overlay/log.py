@@ -1,11 +1,47 @@
-"""One logger for the overlay, on stderr, with the process id in front: an engine is many processes and one terminal."""
+"""The overlay's loggers, on stderr, with the process id in front: an engine is many processes and one terminal.
+
+A logging configuration (VLLM_LOGGING_CONFIG_PATH, --log-config-file) may give "overlay" a level and handlers like any
+other logger. It cannot switch it off by not naming it: what is said here is that a patch failed.
+"""
 
 import logging
 import os
 import sys
 
 LEVELS = ("debug", "info", "warning", "error")
-logger = logging.getLogger("overlay")
+
+
+class _Logger(logging.Logger):
+    """A logger that `disable_existing_loggers`, on unless a configuration says otherwise, does not disable."""
+
+    @property
+    def disabled(self) -> bool:
+        return False
+
+    @disabled.setter
+    def disabled(self, value: object) -> None:
+        """dictConfig and fileConfig set it on every logger that they do not name; their word on this one is dropped."""
+
+    @property
+    def propagate(self) -> bool:
+        """A configuration that names a level alone takes the handlers away: what is left then is the root's."""
+        return self._propagate or not self.handlers
+
+    @propagate.setter
+    def propagate(self, value: bool) -> None:
+        self._propagate = value
+
+
+def named(name: str) -> logging.Logger:
+    """The logger "overlay", or one below it, as logging.getLogger(name) knows it from then on."""
+    found = logging.getLogger(name)
+    if not isinstance(found, _Logger):
+        found._propagate = found.propagate
+        found.__class__ = _Logger  # the same object: who has it already, and the handlers it has, stay
+    return found
+
+
+logger = named("overlay")
 
 
 class _Stderr(logging.StreamHandler):

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from overlay.checkpoint.findings import numbers
+from overlay.log import named
 
 if TYPE_CHECKING:
     import torch
 
-LOG = logging.getLogger("overlay.nvfp4_moe_scales")
+LOG = named("overlay.nvfp4_moe_scales")
 
 
 @dataclass(frozen=True)
