@@ -4,8 +4,10 @@ Each vLLM process keeps a small JSON text in an anonymous memory file (memfd). W
 process can read it: the same user, or root. Nothing is written to a disk, so nothing is left behind by a crash.
 """
 
+import contextlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -13,39 +15,72 @@ from overlay.log import logger
 
 NAME = "vllm-overlay"
 _LINK = f"/memfd:{NAME} (deleted)"
+_LOOKS = 20  # at a process whose descriptors come and go, or which is writing its answer at that moment
 
-_file: int | None = None
+_file: tuple[int, tuple[int, int]] | None = None  # descriptor; device and inode of what it was opened for
 _report: Callable[[], Mapping[str, object]] | None = None
+_lock = threading.Lock()
 
 
 def publish(report: Callable[[], Mapping[str, object]]) -> None:
     """Make `report()` this process's answer, and that of every child it forks; `refresh` asks it again."""
     global _report
     if _report is None:
-        os.register_at_fork(after_in_child=_reopen)
+        os.register_at_fork(after_in_child=_in_child)
     _report = report
-    _reopen()
+    refresh()
 
 
 def refresh() -> None:
-    """Write the answer anew, after a patch has changed its state."""
-    if _file is None:
+    """Give the answer anew, after a patch has changed its state: in a file of its own, which is never written again.
+
+    A reader thus meets an answer whole, or the beginning of one, which is no JSON, beside the one before.
+    """
+    global _file, _report
+    report = _report
+    if report is None:
         return
-    text = json.dumps({"pid": os.getpid(), **_report()}).encode()
-    os.pwrite(_file, text, 0)
-    os.ftruncate(_file, len(text))
+    with _lock:
+        try:
+            new = _write(json.dumps({"pid": os.getpid(), **report()}).encode())
+        except OSError as error:  # a sandbox may forbid it: vLLM must not fail to start for want of a status line
+            logger.warning("status --live will not see what becomes of this process: %s", error)
+            _report = None
+            return
+        old, _file = _file, new
+        _close(old)
 
 
-def _reopen() -> None:
-    """Start a file of this process's own: a forked child shares its parent's."""
-    global _file
-    if _file is not None:
-        os.close(_file)
+def _write(text: bytes) -> tuple[int, tuple[int, int]]:
+    file = os.memfd_create(NAME)
     try:
-        _file = os.memfd_create(NAME)
-    except OSError as error:  # a sandbox may forbid it: vLLM must not fail to start for want of a status line
-        _file = None
-        logger.warning("status --live will not see this process: %s", error)
+        os.write(file, text)
+        return file, _identity(file)
+    except OSError:
+        os.close(file)
+        raise
+
+
+def _close(file: tuple[int, tuple[int, int]] | None) -> None:
+    """Close what is still ours: code that daemonises closes every descriptor, and the next file gets the number."""
+    if file is None:
+        return
+    with contextlib.suppress(OSError):  # closed, and the number not taken again
+        if _identity(file[0]) == file[1]:
+            os.close(file[0])
+
+
+def _identity(file: int) -> tuple[int, int]:
+    status = os.fstat(file)
+    return status.st_dev, status.st_ino
+
+
+def _in_child() -> None:
+    """Start a file of the child's own: it inherits its parent's, whose answer is not its own."""
+    global _file, _lock
+    _lock = threading.Lock()  # a thread that does not live in the child may have held it
+    inherited, _file = _file, None
+    _close(inherited)
     refresh()
 
 
@@ -68,7 +103,15 @@ def processes(proc: Path = Path("/proc")) -> Iterator[dict[str, object]]:
 
 
 def _answer(directory: Path) -> dict[str, object] | None:
-    for link in (directory / "fd").iterdir():
-        if os.readlink(link) == _LINK:
-            return json.loads(link.read_bytes())
+    """What the process below /proc says; None where it has no such file."""
+    for _ in range(_LOOKS):
+        changed = False
+        for link in (directory / "fd").iterdir():
+            try:
+                if os.readlink(link) == _LINK:
+                    return json.loads(link.read_bytes())
+            except (OSError, ValueError):  # closed since it was listed, or its answer is being written
+                changed = True
+        if not changed:
+            return None
     return None
