@@ -1,7 +1,9 @@
 """Does the overlay reach every Python process that imports vLLM?"""
 
+import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,9 @@ _WHERE = (
     "print(json.dumps([getattr(m, '__file__', None), "
     "[f.root for f in sys.meta_path if type(f).__name__ == 'VllmFinder']]))"
 )
+
+# Python's letters up to one that takes the rest of the word (-Wignore, -Xdev), with I, E or S among them.
+_LONE = re.compile(r"-[^WXcm-]*[IES]")
 
 
 def in_effect(around: Surroundings) -> Outcome:
@@ -111,19 +116,28 @@ def flags(around: Surroundings) -> Outcome:
     with open(launcher, "rb") as file:
         first = os.fsdecode(file.readline(4096)).strip()
     words = first.removeprefix("#!").split() if first.startswith("#!") else []
-    bad = [word for word in words[1:] if word.startswith("-") and set(word) & set("IES")]
+    by_env = bool(words) and Path(words[0]).name == "env"
+    bad = [word for word in _after_interpreter(words, by_env) if _LONE.match(word)]
     if bad:
         return failed(
             f"{launcher} starts Python with {' '.join(bad)}", f"{sys.executable} -m vllm.entrypoints.cli.main"
         )
     if words and os.path.isabs(words[0]) and not os.path.exists(words[0]):
         return warned(f"{launcher} asks for {words[0]}, which is not there", "reinstall vllm in this environment")
-    interpreter = os.path.realpath(words[0]) if words and "env" not in words[0] else ""
+    # What `env` finds depends on the PATH of whoever starts it, which is not this process's to judge.
+    interpreter = os.path.realpath(words[0]) if words and not by_env else ""
     if interpreter.rpartition("/")[2].startswith("python") and not _same_environment(words[0]):
         return warned(
             f"`vllm` is {launcher}, of another Python than {sys.executable}", "run the doctor with that Python"
         )
     return passed(f"no -I, -E or -S; `vllm` is {launcher}")
+
+
+def _after_interpreter(words: list[str], by_env: bool) -> list[str]:
+    """What a `#!` line hands to Python. `env -S python3 -s`: that -S is env's own, and Python is its first operand."""
+    if by_env:
+        words = list(itertools.dropwhile(lambda word: word.startswith("-") or "=" in word, words[1:]))
+    return words[1:]
 
 
 def _same_environment(python: str) -> bool:

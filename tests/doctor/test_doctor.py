@@ -118,10 +118,19 @@ def test_interpreter_flags(flag):
         ("#!/usr/bin/env python3", "pass", "no -I, -E or -S"),
         ("#!/nowhere/bin/python3", "warn", "is not there"),
         ("#!/usr/bin/python3 -IS", "fail", "starts Python with -IS"),
+        ("#!{venv}/bin/python3", "warn", "of another Python than"),
+        ("#!{venv}/bin/python3 -E", "fail", "starts Python with -E"),
+        ("#!/usr/bin/env -S python3", "pass", "no -I, -E or -S"),
+        ("#!/usr/bin/env -S LANG=C python3 -s -WIgnoreES", "pass", "no -I, -E or -S"),
+        ("#!/usr/bin/env -S python3 -E", "fail", "starts Python with -E"),
+        ("#!/usr/bin/env -S python3 -S", "fail", "starts Python with -S"),
     ],
 )
 def test_the_launcher(tmp_path, first, status, said):
-    (tmp_path / "vllm").write_text(f"{first}\n")
+    python = tmp_path / "my-env" / "bin" / "python3"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(os.path.realpath(sys.executable))
+    (tmp_path / "vllm").write_text(first.replace("{venv}", str(tmp_path / "my-env")) + "\n")
     (tmp_path / "vllm").chmod(0o755)
     found = one("flags", env={**OURS, "PATH": f"{tmp_path}{os.pathsep}{OURS['PATH']}"})
     assert found[1] == status
