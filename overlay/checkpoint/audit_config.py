@@ -16,6 +16,7 @@ from overlay.checkpoint.tiny_config import CheckpointError
 from overlay.nvfp4.promotion import config_groups
 
 CONFIG, SIDE_FILE = "config.json", "hf_quant_config.json"
+UNQUANTISED = "unquantised"
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,10 @@ class QuantConfig:
     @cached_property
     def groups(self) -> tuple[Group, ...]:
         if self.method == "quark":
-            return (Group((), _quark_scheme(self.body.get("global_quant_config"))),)
+            by_layer = self.body.get("layer_quant_config")
+            named = by_layer.items() if isinstance(by_layer, Mapping) else ()
+            everywhere = Group((), _quark_scheme(self.body.get("global_quant_config")))
+            return (*(Group((pattern,), _quark_scheme(entry)) for pattern, entry in named), everywhere)
         # ModelOpt writes the groups at the top or below "quantization", as a table or as a list.
         return tuple(
             Group(_strings(group.get("targets")), _group_scheme(group)) for group in config_groups(self.document)
@@ -194,7 +198,7 @@ def in_effect(main: QuantConfig | None, side: QuantConfig | None) -> QuantConfig
 def state(config: QuantConfig | None) -> Statement:
     """What the configuration states about the checkpoint as a whole."""
     if config is None:
-        return Statement("unquantised", "none")
+        return Statement(UNQUANTISED, "none")
     if config.layers:
         schemes = set(config.layers.values())
     elif config.groups:
@@ -227,7 +231,7 @@ def _group_scheme(group: Mapping) -> Scheme:
 
 def _number_format(entry: object) -> str:
     if not isinstance(entry, Mapping):
-        return "unquantised"
+        return UNQUANTISED
     bits, kind, size = entry.get("num_bits"), entry.get("type"), entry.get("group_size")
     if kind == "float":
         return {(4, 16): "nvfp4", (4, None): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}.get((bits, size), f"fp{bits}")
@@ -243,10 +247,12 @@ def _quark_scheme(entry: object) -> Scheme:
 def _quark_format(stages: object) -> str:
     stages = stages if isinstance(stages, list) else [stages]
     if not all(isinstance(stage, Mapping) for stage in stages):
-        return "unquantised"
+        return UNQUANTISED
     names = [stage.get("dtype") for stage in stages]
     if names == ["fp4", "fp8_e4m3"] and stages[0].get("group_size") == 16:
         return "nvfp4"
+    if names == ["fp4"] and stages[0].get("group_size") == 32:
+        return "mxfp4"
     return {"fp8_e4m3": "fp8"}.get(names[0], str(names[0]))
 
 

@@ -19,22 +19,26 @@ INPUT_SCALES = ("input_scale", "input_global_scale", "input_scale_2")
 FLOATS = {"F64", "F32", "F16", "BF16"}
 
 ROUTED, SHARED, DENSE, HEAD = "routed experts", "shared experts", "dense MLP", "output head"
-ATTENTION, LINEAR_ATTENTION, INDEXER = "attention", "linear attention", "indexer"
+ATTENTION, LINEAR_ATTENTION, MAMBA, INDEXER = "attention", "linear attention", "Mamba mixer", "indexer"
 ROUTER, EMBEDDING, VISION, OTHER = "router", "embeddings", "vision", "norms and the rest"
 MTP = "MTP layer"
-KINDS = (ROUTED, SHARED, DENSE, ATTENTION, LINEAR_ATTENTION, INDEXER, ROUTER, EMBEDDING, HEAD, VISION, MTP, OTHER)
+KINDS = (
+    ROUTED, SHARED, DENSE, ATTENTION, LINEAR_ATTENTION, MAMBA, INDEXER, ROUTER, EMBEDDING, HEAD, VISION, MTP, OTHER,
+)  # fmt: skip
 
 _BY_NAME = (
     (VISION, r"(^|\.)(visual|vision_tower|vision_model|vit_large_projector|multi_modal_projector|mm_projector)\."),
     (ROUTER, r"\.(gate|router|shared_expert_gate)(\.|$)|e_score_correction_bias"),
-    (SHARED, r"\.shared_experts?\."),
+    (SHARED, r"\.(shared_experts?|share_expert)\."),  # Step-3.5 says share_expert
     (ROUTED, r"\.experts\.|\.moe\.(gate|up|down)_proj(\.|$)"),
-    (EMBEDDING, r"(^|\.)embed_tokens(\.|$)"),
+    (EMBEDDING, r"(^|\.)(embed_tokens|embeddings|tok_embeddings|word_embeddings|position_embeddings|wte|wpe)(\.|$)"),
     (HEAD, r"(^|\.)(lm_head|shared_head\.head)(\.|$)"),
     (INDEXER, r"\.indexer\."),
     (LINEAR_ATTENTION, r"\.linear_attn\."),
-    (ATTENTION, r"\.(self_attn|attn|attention)\."),
-    (DENSE, r"\.(mlp|feed_forward)\.(gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3)(\.|$)"),
+    # Nemotron-H calls every layer's body "mixer": attention, MLP, experts or Mamba.
+    (ATTENTION, r"\.(self_attn|attn|attention)\.|\.mixer\.(q|k|v|o|qkv)_proj(\.|$)"),
+    (DENSE, r"\.(mlp|feed_forward|mixer)\.(gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3)(\.|$)"),
+    (MAMBA, r"\.(mixer|mamba)\.(in_proj|out_proj|conv1d|x_proj|dt_proj|norm|A_log|D|dt_bias)(\.|$)"),
 )
 # Layers or experts; a larger number in config.json is none, and a list of so many absent ones would fill the memory.
 LARGEST_COUNT = 1 << 16
@@ -69,7 +73,7 @@ class Module:
 
     @cached_property
     def format(self) -> str:
-        """`nvfp4`, `mxfp4`, `fp8`, `int4`, `int8`, `plain` (a float type), or `packed` for bytes without a scale."""
+        """`nvfp4`, `mxfp4`, `fp8`, `mxfp8`, `int4`, `int8`, `plain` (a float type), or `packed`: bytes, no scale."""
         weight, scale = self.weight, self.parts.get("weight_scale")
         if weight is None or weight.dtype in FLOATS:
             return "plain"
@@ -77,13 +81,19 @@ class Module:
             if self.scale(GLOBAL_SCALES) or (scale and scale.dtype == "F8_E4M3"):
                 return "nvfp4"
             return "mxfp4" if scale else "packed"
+        if weight.dtype == "F8_E4M3" and scale and scale.dtype in ("U8", "F8_E8M0"):  # powers of two
+            return "mxfp8"
         return {"F8_E4M3": "fp8", "I32": "int4", "I8": "int8"}.get(weight.dtype, weight.dtype.lower())
 
     @cached_property
     def matrix(self) -> bool:
-        """Is it a matrix that a linear layer multiplies by (two dimensions, or a stack of experts)?"""
+        """Is it a matrix that a linear layer multiplies by (two dimensions, or a stack of experts)?
+
+        A bare parameter is none, unless it is a stack: a linear layer's is called `weight`.
+        """
         stacked = self.kind == ROUTED
-        return self.weight is not None and len(self.weight.shape) in ((2, 3) if stacked else (2,))
+        bare = self.weight is self.parts.get("")
+        return self.weight is not None and len(self.weight.shape) in ((2, 3) if stacked else () if bare else (2,))
 
     @cached_property
     def parameters(self) -> int:

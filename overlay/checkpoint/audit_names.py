@@ -26,6 +26,9 @@ FUSIONS = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
+# Built in 16 bits by every model that has it (deepseek_v2.py, deepseek_v32, hy_v4, glm5next): an FP8 `wk` is converted
+# while it is loaded, and fused with a 16-bit `weights_proj`.
+ALWAYS_PLAIN = ".indexer.wk_weights_proj"
 RENAMED = {
     "model.language_model.": "language_model.model.",
     "model.visual.": "visual.",
@@ -41,13 +44,19 @@ class Conflict(Exception):
 class Family:
     """How vLLM builds one architecture.
 
-    `renames`: names are mapped as above. `packed`: the fusions that its quantisation support knows of. `plain`: kinds
-    that are built unquantised whatever the configuration says.
+    `known`: its classes were read, so that `plain` is certain and complete. `renames`: names are mapped as above.
+    `packed`: the fusions that its quantisation support knows of. `plain`: kinds that are built unquantised whatever
+    the configuration says.
     """
 
+    known: bool
     renames: bool
     packed: Mapping[str, tuple[str, ...]]
     plain: frozenset[str]
+
+    def builds_plain(self, module: "Runtime") -> bool:
+        """Is the module built unquantised whatever the configuration says?"""
+        return module.kind in self.plain or module.name.endswith(ALWAYS_PLAIN)
 
 
 @dataclass(frozen=True)
@@ -65,14 +74,19 @@ class Runtime:
 
 
 def family(config: Mapping) -> Family:
-    """The architecture named by config.json. Other families than glm5_next are taken to know every fusion they have."""
-    plain = {kinds.ROUTER, kinds.EMBEDDING, kinds.OTHER, kinds.INDEXER}
+    """The architecture named by config.json.
+
+    Other families than glm5_next are taken to know every fusion they have, and to build embeddings and routers
+    unquantised, as most do. Indexers (deepseek_v2.py) and what the table of kinds has no name for (nemotron_h.py) get
+    the quantisation configuration in some of them.
+    """
     renames = isinstance(config.get("text_config"), Mapping)
     if architecture(config).startswith("Glm5Next"):
-        # models/glm5next/common/model.py and kda.py: attention, vision and router get no quantisation configuration.
-        plain |= {kinds.ATTENTION, kinds.LINEAR_ATTENTION, kinds.VISION}
-        return Family(renames, {"gate_up_proj": FUSIONS["gate_up_proj"]} if renames else {}, frozenset(plain))
-    return Family(renames, FUSIONS, frozenset(plain))
+        # models/glm5next/common/model.py and kda.py: these get no quantisation configuration.
+        attention = {kinds.ATTENTION, kinds.LINEAR_ATTENTION, kinds.INDEXER}
+        plain = frozenset({kinds.ROUTER, kinds.EMBEDDING, kinds.OTHER, kinds.VISION} | attention)
+        return Family(True, renames, {"gate_up_proj": FUSIONS["gate_up_proj"]} if renames else {}, plain)
+    return Family(False, renames, FUSIONS, frozenset({kinds.EMBEDDING, kinds.ROUTER}))
 
 
 def runtime_modules(modules: Iterable[Module], model: Family) -> list[Runtime]:
@@ -131,7 +145,7 @@ def rename_entry(entry: str) -> str:
 
 def built(config: QuantConfig, module: Runtime, model: Family, entries: Sequence[str]) -> Scheme | None:
     """The scheme vLLM gives a module, None for unquantised; `entries` come from `exclusions`. Raises Conflict."""
-    if module.kind in model.plain:
+    if model.builds_plain(module):
         return None
     experts = module.kind == kinds.ROUTED
     if config.method == "modelopt":
@@ -142,14 +156,42 @@ def built(config: QuantConfig, module: Runtime, model: Family, entries: Sequence
         if re.search("vision_tower|vision_model|vit_large_projector", module.name):
             return None
         return W4A16 if config.promoted and config.algorithm == "NVFP4" else ALGORITHMS.get(config.algorithm)
-    if config.method in ("compressed-tensors", "quark"):
+    if config.method == "quark":
+        return _by_quark(config, module, model, entries)
+    if config.method == "compressed-tensors":
         names = [f"{module.name}.0.{part}" for part in _expert_parts(module)] if experts else [module.name]
         if all(ignored(name, entries, model.packed) for name in names):
             return None
-        return next(
-            (g.scheme for g in config.groups if not g.targets or _targeted(names, module, g.targets, model)), None
-        )
+        # Targets that name modules go before those that name a class, whatever the order of the groups.
+        by_name = (g.scheme for g in config.groups if _named(names, g.targets, model))
+        linears = (g.scheme for g in config.groups if any(target.lower() == "linear" for target in g.targets))
+        return next(by_name, next(linears, None) if module.kind != kinds.HEAD else None)
     return None
+
+
+def _by_quark(config: QuantConfig, module: Runtime, model: Family, entries: Sequence[str]) -> Scheme | None:
+    """Quark's own rules (quark.py): one literal child of the experts on the list stands for all of them, the output
+    head is always built unquantised, and `layer_quant_config` goes before `global_quant_config`."""
+    if module.kind == kinds.HEAD or child_listed(module, entries) or ignored(module.name, entries, model.packed):
+        return None
+    parent, _, last = module.name.rpartition(".")
+    shards = [f"{parent}.{part}" for part in model.packed.get(last, ())] or [module.name]
+    found = {next((g.scheme for g in config.groups if _quark_fits(shard, g.targets, model)), None) for shard in shards}
+    if len(found) > 1:
+        raise Conflict(f"layer_quant_config treats the parts of {last} differently")
+    return found.pop()
+
+
+def child_listed(module: Runtime, entries: Sequence[str]) -> str | None:
+    """The first literal entry for a routed expert of the module, or None."""
+    children = f"{module.name}."
+    return next((entry for entry in entries if module.kind == kinds.ROUTED and entry.startswith(children)), None)
+
+
+def _quark_fits(name: str, patterns: Sequence[str], model: Family) -> bool:
+    """A pattern without a star fits every name that stands inside it; no patterns at all fit everything."""
+    renamed = map(rename_entry, patterns) if model.renames else patterns
+    return not patterns or any(fnmatch(name, p) if "*" in p else name in p for p in renamed)
 
 
 def excluding_entry(config: QuantConfig, module: Runtime, model: Family, entries: Sequence[str]) -> str | None:
@@ -159,7 +201,8 @@ def excluding_entry(config: QuantConfig, module: Runtime, model: Family, entries
     parent, _, last = module.name.rpartition(".")
     names = [module.name, *(f"{parent}.{part}" for part in model.packed.get(last, ()))]
     names += [f"{module.name}.0.{part}" for part in _expert_parts(module)] if module.kind == kinds.ROUTED else []
-    return next((entry for entry in entries if any(matches(name, entry) for name in names)), None)
+    found = next((entry for entry in entries if any(matches(name, entry) for name in names)), None)
+    return found or (child_listed(module, entries) if config.method == "quark" else None)
 
 
 def excluded_by(name: str, entries: Sequence[str], packed: Mapping[str, Sequence[str]]) -> str | None:
@@ -231,10 +274,8 @@ def matches(name: str, entry: str) -> bool:
         return False
 
 
-def _targeted(names: Sequence[str], module: Runtime, targets: Sequence[str], model: Family) -> bool:
-    """Does a group target the module: by name, by all parts of a fused one, or by the class name `Linear`?"""
-    if module.kind != kinds.HEAD and any(target.lower() == "linear" for target in targets):
-        return True
+def _named(names: Sequence[str], targets: Sequence[str], model: Family) -> bool:
+    """Does a group of compressed-tensors target the module by name, or by the names of all parts of a fused one?"""
     for name in names:
         parent, _, last = name.rpartition(".")
         parts = [f"{parent}.{part}" for part in model.packed.get(last, ())]

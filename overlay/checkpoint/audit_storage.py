@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from overlay.checkpoint import audit_modules as kinds
-from overlay.checkpoint.audit_config import QuantConfig, Scheme
+from overlay.checkpoint.audit_config import UNQUANTISED, QuantConfig, Scheme
 from overlay.checkpoint.audit_modules import Module
 from overlay.checkpoint.audit_names import (
+    ALWAYS_PLAIN,
     Conflict,
     Family,
     Runtime,
@@ -24,8 +25,13 @@ from overlay.checkpoint.findings import Finding, counted, info, layers_text, som
 # Formats whose packed weights have no place in a module that vLLM builds unquantised. FP8 is left out: the loader of
 # this model family converts some FP8 attention weights by itself.
 PACKED = {"nvfp4", "mxfp4", "int4", "packed"}
-# Module classes of other families may be built unquantised whatever the list says (vision towers mostly are).
-UNSURE = {kinds.VISION, kinds.ATTENTION, kinds.LINEAR_ATTENTION}
+# Formats that tensors can be told by. Others (IQ2, Q8_0, unsigned or six-bit ones) are bytes like any.
+TOLD = {"plain", "nvfp4", "mxfp4", "fp8", "mxfp8", "int4", "int8"}
+# Kinds that some families build unquantised whatever the list says: vision towers mostly, attention (glm5next), Mamba-1
+# (mamba_mixer.py), the head (qwen3_next.py, gpt_oss.py), indexers in part. No error where it is not known.
+UNSURE = {kinds.VISION, kinds.ATTENTION, kinds.LINEAR_ATTENTION, kinds.MAMBA, kinds.INDEXER, kinds.HEAD, kinds.OTHER}
+# Methods whose rules audit_names knows. vLLM has many more.
+JUDGED = ("modelopt", "compressed-tensors", "quark")
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,14 @@ class _Fault:
 
 def plan(config: QuantConfig | None, runtime: Iterable[Runtime], model: Family) -> tuple[list[Planned], list[Finding]]:
     """Scheme of every module, and findings where that and the tensors, or the configuration and itself, disagree."""
+    if config and config.method not in JUDGED:
+        return [Planned(module, None) for module in runtime], _other_method(config)
     entries = exclusions(config, model) if config else ()
     planned, faults = [], []
     for module in runtime:
         try:
             scheme = built(config, module, model, entries) if config else None
+            scheme = None if scheme and scheme.weights == UNQUANTISED else scheme
         except Conflict as conflict:
             faults.append(_conflict(module, conflict))
             continue
@@ -68,12 +77,17 @@ def _storage_faults(
     config: QuantConfig | None, module: Runtime, scheme: Scheme | None, model: Family, entries: Sequence[str]
 ) -> Iterator[_Fault]:
     stored = Counter(member.format for member in module.members)
+    wanted = scheme.weights if scheme else "plain"
+    converted = len(stored) == 1 or module.name.endswith(ALWAYS_PLAIN)
+    if converted and not PACKED & stored.keys() and model.builds_plain(module):
+        return
     if len(stored) > 1:
         yield _siblings(module, stored)
         return
     (form,) = stored
-    wanted = scheme.weights if scheme else "plain"
-    if form == wanted or (form not in PACKED and wanted == "plain" and module.kind in model.plain):
+    if form == wanted or (form != "plain" and wanted not in TOLD):
+        return
+    if (form, wanted) == ("int4", "int8"):  # integers of either width are packed into I32
         return
     if config is None:
         yield _fault(
@@ -83,18 +97,20 @@ def _storage_faults(
             "vLLM takes the checkpoint for unquantised and stops at the first packed weight",
             "get the quantisation configuration of this export",
         )
-    elif wanted == "plain" and module.kind in model.plain:
+    elif model.builds_plain(module):
+        where = "this architecture" if model.known else "most architectures"
         yield _fault(
             module,
             "stored_quantised_built_plain",
-            f"stored as {form.upper()}; vLLM builds it unquantised in this architecture, whatever the list says",
+            f"stored as {form.upper()}; vLLM builds it unquantised in {where}, whatever the list says",
             "loading stops: its scales have no parameter to go to",
             "no patch helps: export this part unquantised",
+            unsure=not model.known,
         )
     elif wanted == "plain":
         yield _fault(module, "excluded_but_quantised", *_why_excluded(config, module, model, entries, form))
     elif form == "plain":
-        unsure = module.kind in UNSURE
+        unsure = not model.known and module.kind in UNSURE
         yield _fault(module, "unquantised_but_not_excluded", *_why_included(config, module, wanted), unsure)
     else:
         yield _fault(
@@ -106,7 +122,23 @@ def _storage_faults(
         )
 
 
+def _other_method(config: QuantConfig) -> list[Finding]:
+    """A method with rules of its own. Where none is named, audit_claims says so."""
+    if not config.method:
+        return []
+    return [
+        info(
+            "method_not_judged",
+            f"{config.file} names the quantisation method {config.method}, whose rules are not known here",
+            "whether the exclusion list and the tensors agree was not judged",
+            "nothing to do: the overlay's patches are for NVFP4 by ModelOpt, compressed-tensors and Quark",
+        )
+    ]
+
+
 def _fault(module: Runtime, check: str, what: str, consequence: str, cure: str, unsure: bool = False) -> _Fault:
+    if unsure:
+        consequence = f"this architecture may do otherwise; if not: {consequence}"
     if module.mtp:
         consequence += " (as soon as MTP is switched on by --speculative-config)"
     severity = "warning" if unsure else "error"
