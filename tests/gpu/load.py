@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from overlay import measurement, serving
 from tests.gpu import jobs, load_cases, load_client, load_judge
 from tests.gpu.engine_cases import finite
@@ -40,8 +42,6 @@ class NotServed(RuntimeError):
 
 async def healthy(running: Running, session: Any, until: float) -> None:
     """Wait for /health. Raises NotServed where it does not come."""
-    import aiohttp
-
     while True:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with session.get(f"http://127.0.0.1:{running.port}/health") as answer:
@@ -97,16 +97,20 @@ async def sample(running: Running, samples: list[Sample], by_process: bool) -> N
 
 
 async def measure_all(found: Sequence[Running], clients: int, seconds: float, until: float) -> dict[str, Any]:
-    """Side -> figures; of vLLM's own server `error` alone where it does not serve. Raises NotServed for ours."""
+    """Side -> figures; of vLLM's own server `error` alone where it does not serve, or not to the end.
+
+    Where ours does not, that is raised: NotServed, Refused, or aiohttp's.
+    """
 
     async def of(running: Running) -> dict[str, Any]:
         try:
             return await measure(running, clients, seconds, until)
-        except NotServed as error:
+        except (NotServed, load_client.Refused, aiohttp.ClientError, TimeoutError) as error:
             if running.side == "ours":
                 raise
-            say(str(error))
-            return {"error": str(error).partition(":\n")[0]}
+            what = str(error) if isinstance(error, NotServed) else f"the stock server: {type(error).__name__}: {error}"
+            say(what)
+            return {"error": what.partition(":\n")[0]}
 
     figures = await asyncio.gather(*map(of, found))
     return {running.side: figure for running, figure in zip(found, figures, strict=True)}

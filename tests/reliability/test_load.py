@@ -185,6 +185,14 @@ def test_where_stock_does_not_serve_the_tolerance_is_the_bound(whole, capsys):
     assert "the stock server ended with 3: judged by the tolerance alone" in capsys.readouterr().out
 
 
+def test_a_stock_server_that_fails_later_takes_nothing_of_ours_away(whole):
+    refuses = Engine()
+    refuses.choice = lambda prompt: 1 / 0  # HTTP 500
+    status, kept, _ = whole(refuses)
+    assert status == 0 and kept["load"]["ours"]["compared_answers"]
+    assert kept["load"]["without_stock"].startswith("the stock server: Refused: HTTP 500")
+
+
 def test_a_gpu_that_is_too_small_is_refused_by_name(monkeypatch, tmp_path):
     monkeypatch.setattr(load.jobs.Hardware, "devices", (Device("GPU", (12, 0), False, 12 << 30),))
     with pytest.raises(SystemExit, match=r"a GPU of 12\.0 GiB is too small: one engine of this test may take 17 GiB"):
