@@ -12,6 +12,8 @@ from overlay.nvfp4.settle import NO_VALUE, Subject, settle
 
 # Kernels that take 16-bit activations: they drop the input scales, whatever was loaded.
 WEIGHT_ONLY_BACKENDS = frozenset({"MARLIN", "HUMMING"})
+# Kernels that quantise activations with scales of their own, computed from each block: nothing that was loaded is read.
+DYNAMIC_BACKENDS = frozenset({"FLASHINFER_B12X", "FLASHINFER_MOE_EP_CUTEDSL"})
 
 
 @dataclass(frozen=True)
@@ -41,27 +43,30 @@ COMPRESSED_TENSORS = ExpertFormat(
 )
 
 
-def watch(layer: torch.nn.Module, form: ExpertFormat) -> None:
-    """After `create_weights`: every scale is NaN until something is loaded into it."""
-    unloaded.watch(layer, form.inputs + form.globals + form.blocks)
+def watch(layer: torch.nn.Module, form: ExpertFormat, is_dummy: bool) -> None:
+    """After `create_weights`: every scale is NaN until something is loaded into it; for `is_dummy` see `unloaded`."""
+    unloaded.watch(layer, form.inputs + form.globals + form.blocks, is_dummy)
 
 
 def prepare(
     method: object, layer: torch.nn.Module, form: ExpertFormat, policy: Policy, is_derived: bool = False
-) -> None:
+) -> bool:
     """Before the conversion to a kernel's format, which folds the scales and forgets them: check, repair or re-route.
 
     `method` is the layer's quantisation method; with `is_derived` its conversion is its own: it may tell gate from up,
-    and what it was built for cannot be changed. Raises ScaleError where a scale is missing that cannot be replaced, or
-    where the policy is to refuse.
+    and what it was built for cannot be changed. Returns whether the layer's scales are known to be somebody's, so that
+    `verify` can follow. Raises ScaleError where a scale is missing that cannot be replaced, or where the policy is to
+    refuse.
     """
     if not unloaded.watched(layer, form.blocks[0]):
-        return
+        return False
     subject = Subject(f"{form.label} experts", layer_name(layer), "experts")
     check_weight_scales(subject, layer, form)
     if not is_derived:
         reconcile_halves(subject, layer, form)
-    if quantises_activations(method):
+    if reads_no_input_scale(method):
+        say_unread(subject, method, layer, form)
+    elif not computes_w4a16(method):
         missing = settle_input_scales(subject, method, layer, form, policy)
         if missing and is_derived:
             way_out = f"{type(method).__name__} computes with quantised activations alone; the checkpoint lacks them."
@@ -71,6 +76,7 @@ def prepare(
     elif getattr(layer, promotion.PROMOTED, False):
         cure = f"W4A16 ({method.nvfp4_backend.value}) from the start"
         subject.note("activations are not quantised", "config_groups", cure, level=logging.INFO)
+    return True
 
 
 def prepare_dequantization(layer: torch.nn.Module, form: ExpertFormat) -> None:
@@ -82,15 +88,16 @@ def prepare_dequantization(layer: torch.nn.Module, form: ExpertFormat) -> None:
 def check_weight_scales(subject: Subject, layer: torch.nn.Module, form: ExpertFormat) -> None:
     """Refuse weight scales that were not loaded: they cannot be reconstructed."""
     for name in form.globals:
-        spread(subject, layer, name)
+        take_gates_for_both(subject, layer, name)
         if bad := scales.unusable_weight_scales(getattr(layer, name), form.reciprocal):
             raise subject.refuse(NO_VALUE, name, NO_WEIGHT_SCALE, bad)
     for name in form.blocks:
         blocks = getattr(layer, name).data
-        whole, partly = scales.unloaded_blocks(blocks)
-        if whole or (partly and not is_padded(layer)):
+        margin = padding(layer, form, name)
+        whole, partly = scales.unloaded_blocks(blocks, margin)
+        if whole or partly:
             raise subject.refuse("values that were never loaded", name, NO_WEIGHT_SCALE, tuple(sorted(whole + partly)))
-        if partly:
+        if margin is not None:
             scales.zero_unloaded_blocks(blocks)
 
 
@@ -110,12 +117,16 @@ NO_WEIGHT_SCALE = (
 )
 
 
-def spread(subject: Subject, layer: torch.nn.Module, name: str) -> None:
-    """Give a fused gate_up's single scale to both halves."""
+def take_gates_for_both(subject: Subject, layer: torch.nn.Module, name: str) -> None:
+    """Where no expert has a global scale for up, gate's is up's as well: vLLM itself computes both with gate's.
+
+    So is a gate_up stored that has one scale, under gate's name. Said aloud, because a checkpoint that lost every up's
+    looks the same. Up's alone is a loss in any case: nothing stores it so, and vLLM would not read it.
+    """
     parameter = getattr(layer, name)
-    if parameter.ndim == 2 and (values := scales.spread_fused(parameter.data)) is not None:
+    if parameter.ndim == 2 and (values := scales.gates_for_both(parameter.data)) is not None:
         parameter.data.copy_(values)
-        subject.note("one value for gate and up", name, "used for both", level=logging.INFO)
+        subject.note("one value for gate and up", name, "gate's used for both, as vLLM does")
 
 
 def settle_input_scales(
@@ -127,7 +138,6 @@ def settle_input_scales(
     """
     readings = {}
     for name in form.inputs:
-        spread(subject, layer, name)
         values = getattr(layer, name).data
         readings[name] = scales.read_input_scales(values, form.reciprocal, local_experts(layer, len(values)))
     missing = any(reading.all_bad for reading in readings.values())
@@ -140,24 +150,41 @@ def settle_input_scales(
     return settlement.missing if settlement.route else ""
 
 
-def quantises_activations(method: object) -> bool:
-    """Does the kernel that was selected for this layer read the checkpoint's input scales?"""
-    if getattr(method, "use_a16", False) or getattr(method, "per_token_activation", False):
-        return False
+def computes_w4a16(method: object) -> bool:
+    """Does the kernel that was selected for this layer take 16-bit activations?"""
+    backend = method.nvfp4_backend
+    if backend.name in WEIGHT_ONLY_BACKENDS | DYNAMIC_BACKENDS:
+        return backend.name in WEIGHT_ONLY_BACKENDS
     from vllm.model_executor.layers.fused_moe.oracle import nvfp4 as oracle
 
-    backend = method.nvfp4_backend
-    forced = getattr(oracle, "_use_a16", None)  # b12x can be told to run as W4A16; since 0.32
-    return backend.name not in WEIGHT_ONLY_BACKENDS and not (forced and forced(backend, False))
+    forced = getattr(oracle, "_use_a16", None)  # b12x, since 0.30, can be told to run as W4A16
+    return getattr(method, "use_a16", False) or bool(forced and forced(backend, False))
 
 
-def is_padded(layer: torch.nn.Module) -> bool:
-    """Was the layer made larger than the checkpoint's projections, leaving a margin that no loader writes?"""
-    config = layer.moe_config
-    return any(
-        getattr(config, f"{size}_unpadded", None) not in (None, getattr(config, size))
-        for size in ("hidden_dim", "intermediate_size_per_partition")
-    )
+def reads_no_input_scale(method: object) -> bool:
+    """Does the layer's kernel quantise activations without a look at the checkpoint's input scales?"""
+    return method.nvfp4_backend.name in DYNAMIC_BACKENDS or getattr(method, "per_token_activation", False)
+
+
+def say_unread(subject: Subject, method: object, layer: torch.nn.Module, form: ExpertFormat) -> None:
+    """Input scales that are missing are no fault of a layer that does not read them."""
+    readings = {name: scales.read_input_scales(getattr(layer, name).data, form.reciprocal) for name in form.inputs}
+    if missing := [name for name, reading in readings.items() if reading.all_bad]:
+        cure = f"not read: {method.nvfp4_backend.value} quantises activations with scales of its own"
+        subject.note(NO_VALUE, " and ".join(missing), cure, level=logging.INFO)
+
+
+def padding(layer: torch.nn.Module, form: ExpertFormat, name: str) -> torch.Tensor | None:
+    """Mask ``[out, in / 16]`` of the block scales `name` that no loader writes, or None where there are none.
+
+    A layer may be larger than the checkpoint's projections: vLLM loads each into the start of its part.
+    """
+    config, shape = layer.moe_config, getattr(layer, name).shape[1:]
+    hidden, inner = config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded
+    if name == form.blocks[0]:
+        gate_and_up = getattr(layer, form.globals[0])
+        return scales.margin(shape, gate_and_up.shape[1] if gate_and_up.ndim == 2 else 1, inner, hidden)
+    return scales.margin(shape, 1, hidden, inner)
 
 
 def local_experts(layer: torch.nn.Module, rows: int) -> torch.Tensor | None:
@@ -203,6 +230,15 @@ def route(subject: Subject, method: object, parameters: str) -> None:
             if flag != "auto"
             else f"No backend of this GPU computes NVFP4 weights with 16-bit activations. vLLM says: {error}",
         ) from error
+    flag, backend = method.moe.moe_backend, selected[0]
+    # other backends select W4A16 by what the method says of itself, at its conversion; Quark's has no words for it
+    if backend.name not in WEIGHT_ONLY_BACKENDS and not hasattr(method, "use_a16"):
+        raise subject.refuse(
+            NO_VALUE,
+            parameters,
+            f"--moe-backend {flag} computes with 16-bit activations only where the layer's method tells it to, which "
+            f"{type(method).__name__} of this vLLM cannot. Leave the flag out, or use --moe-backend marlin.",
+        )
     method.nvfp4_backend, method.experts_cls = selected
     method.use_a16 = True
     if hasattr(method, "activation_quant_key"):
@@ -211,6 +247,31 @@ def route(subject: Subject, method: object, parameters: str) -> None:
         method.use_global_sf = oracle.is_global_sf_supported_for_nvfp4_backend(method.nvfp4_backend)
     cure = f"routed to W4A16 ({method.nvfp4_backend.value} instead of {before})"
     subject.note(NO_VALUE, parameters, cure)
+
+
+# What a kernel multiplies by, in vLLM's description of a converted layer.
+WEIGHT_FACTORS, INPUT_FACTORS = ("g1_alphas", "g2_alphas"), ("a1_gscale", "a2_gscale")
+
+
+def verify(method: object, layer: torch.nn.Module, form: ExpertFormat) -> None:
+    """After the conversion of a layer that was prepared: the kernel multiplies by numbers, whichever way it went.
+
+    The net below everything else, for ways that lead from an unloaded scale to a kernel and are not known yet. Raises
+    ScaleError.
+    """
+    quant = getattr(method, "moe_quant_config", None)
+    if quant is None:
+        return
+    names = WEIGHT_FACTORS if reads_no_input_scale(method) else WEIGHT_FACTORS + INPUT_FACTORS
+    numbers = {name: getattr(quant, name, None) for name in names}
+    bad = [name for name, values in numbers.items() if values is not None and not values.isfinite().all()]
+    if bad:
+        subject = Subject(f"{form.label} experts", layer_name(layer), "experts")
+        way_out = (
+            f"The layer would compute with {method.nvfp4_backend.value} and with scales that nobody loaded, in a way "
+            "that the overlay does not know. Use --moe-backend marlin, which needs no input scales."
+        )
+        raise subject.refuse("numbers that are none after the conversion", " and ".join(bad), way_out)
 
 
 def fold_input_scales(method: object, layer: torch.nn.Module, form: ExpertFormat, global_scales: torch.Tensor) -> None:

@@ -29,14 +29,14 @@ QUARK = LinearFormat("Quark", "input_scale_2", "weight_scale_2")
 COMPRESSED_TENSORS = LinearFormat("compressed-tensors", "input_global_scale", "weight_global_scale", reciprocal=True)
 
 
-def watch(layer: torch.nn.Module, form: LinearFormat) -> None:
+def watch(layer: torch.nn.Module, form: LinearFormat, is_dummy: bool) -> None:
     """After `create_weights`: every scale of an NVFP4 layer is NaN until something is loaded into it.
 
     A layer without the form's global weight scale is not NVFP4 and not touched: since 0.30 one method of ModelOpt's
     serves FP8 and MXFP8 too, whose scales have the same names, other types and sentinels of vLLM's own.
     """
     if hasattr(layer, form.globals):
-        unloaded.watch(layer, (form.input, form.globals, form.blocks))
+        unloaded.watch(layer, (form.input, form.globals, form.blocks), is_dummy)
 
 
 def prepare(
@@ -49,6 +49,8 @@ def prepare(
     replaced by the target's after loading. Raises ScaleError like `experts.prepare`.
     """
     if not unloaded.watched(layer, form.blocks):
+        if unloaded.is_marked(layer, form.blocks):  # dummy weights, for which the kernel is built all the same
+            setattr(layer, PROCESSED, True)
         return True
     subject = Subject(f"{form.label} linear", layer_name(layer), "shards")
     if nothing_loaded(layer, form):
@@ -78,9 +80,11 @@ def is_head(layer: torch.nn.Module) -> bool:
 
 
 def check_weight_scales(subject: Subject, layer: torch.nn.Module, form: LinearFormat) -> None:
-    """Refuse what was not loaded; give the shards of a fused projection one global scale: the kernels take only one."""
+    """Refuse what was not loaded; give the shards of a fused projection one global scale: the kernels take only one.
+
+    Every shard has to have one: of a projection that is stored fused, vLLM's loader writes the one scale to all.
+    """
     values, blocks = getattr(layer, form.globals).data, getattr(layer, form.blocks).data
-    spread(subject, values, form.globals)
     if bad := scales.unusable_weight_scales(values, form.reciprocal):
         raise subject.refuse(NO_VALUE, form.globals, NO_WEIGHT_SCALE, bad)
     if any(scales.unloaded_blocks(blocks)):
@@ -88,16 +92,6 @@ def check_weight_scales(subject: Subject, layer: torch.nn.Module, form: LinearFo
     if scales.reconcile(values[None], blocks[None], layer.logical_widths, form.reciprocal):
         cure = "brought to the largest one, block scales rescaled"
         subject.note("shards differ by more than 1.1", form.globals, cure)
-
-
-def spread(subject: Subject, values: torch.Tensor, name: str) -> None:
-    """Give a fused projection's single scale to all its shards. vLLM writes such a scale into the first one alone.
-
-    Said aloud, because a checkpoint that lost the other shards' scales looks the same.
-    """
-    if (one := scales.spread_fused(values[None])) is not None:
-        values.copy_(one[0])
-        subject.note("one value for the fused projection", name, "used for all shards")
 
 
 def settle_input_scale(
@@ -110,7 +104,6 @@ def settle_input_scale(
 ) -> None:
     """Apply the policy to the input scale of a layer whose kernel consumes it."""
     values = getattr(layer, form.input).data
-    spread(subject, values, form.input)
     reading = scales.read_input_scales(values, form.reciprocal)
     if reading.clean:
         return

@@ -73,7 +73,9 @@ def known_method(get_quant_method: Callable, config: object, layer: object, pref
     is_quantised = method is not None and not isinstance(method, UnquantizedLinearMethod)
     if is_quantised or not isinstance(layer, RoutedExperts | LinearBase | ParallelLMHead):
         return method
-    algorithm = config._resolve_quant_algo(prefix)
+    algorithm = (
+        own_algorithm(config, prefix) if isinstance(layer, RoutedExperts) else config._resolve_quant_algo(prefix)
+    )
     if algorithm is None or (is_known(algorithm) and config.is_layer_excluded(prefix)):
         return method
     raise AlgorithmError(
@@ -81,6 +83,26 @@ def known_method(get_quant_method: Callable, config: object, layer: object, pref
         f"load for a {type(layer).__name__}; it would read the packed values as unquantised weights. Use a checkpoint "
         "without this algorithm, or a vLLM that knows it."
     )
+
+
+# What a checkpoint may list beside "experts", in the module that holds them, and mean the experts by.
+EXPERT_PROJECTIONS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3", "w13"})
+
+
+def own_algorithm(config: object, prefix: str) -> str | None:
+    """The algorithm of an entry that is the experts' own. vLLM takes one of anything beside them, too: of a shared
+    expert, say, where the routed ones are not quantised and have no entry.
+    """
+    for candidate in config._quantized_layer_prefix_candidates(prefix):
+        parent = candidate.removesuffix(".experts")
+        for key, entry in config.quantized_layers.items():
+            if key == candidate or key.startswith(f"{candidate}.") or is_projection_of(key, parent):
+                return entry["quant_algo"].upper()
+    return None
+
+
+def is_projection_of(key: str, parent: str) -> bool:
+    return key.startswith(f"{parent}.") and key.removeprefix(f"{parent}.") in EXPERT_PROJECTIONS
 
 
 def is_known(algorithm: str) -> bool:

@@ -68,17 +68,11 @@ class Reading:
         return values
 
 
-def spread_fused(values: torch.Tensor) -> torch.Tensor | None:
-    """``[rows, shards]`` with each row's one loaded value in all its shards, or None where that is not what was loaded.
-
-    A checkpoint that stores a fused projection (gate_up, qkv) has one scale for it. vLLM writes it into one shard and
-    leaves the others as they were created; the same shard in every row tells it from a scale that is missing.
-    """
-    loaded = ~values.isnan()
-    held = loaded[loaded.any(1)]
-    if values.shape[1] < 2 or not len(held) or not (held == held[0]).all() or held[0].sum() != 1:
+def gates_for_both(values: torch.Tensor) -> torch.Tensor | None:
+    """``[experts, 2]`` with gate's value for up as well, or None unless every row has gate's (first) and none up's."""
+    if values.shape[1] != 2 or values[:, 0].isnan().any() or not values[:, 1].isnan().all():
         return None
-    return values[:, held[0].nonzero()[0]].expand_as(values).contiguous()
+    return values[:, :1].expand_as(values).contiguous()
 
 
 def read_input_scales(values: torch.Tensor, reciprocal: bool = False, local: torch.Tensor | None = None) -> Reading:
@@ -120,10 +114,32 @@ def unusable_weight_scales(values: torch.Tensor, reciprocal: bool = False) -> tu
     return _where(bad.view(len(bad), -1).any(1))
 
 
-def unloaded_blocks(blocks: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Rows of e4m3 block scales ``[rows, ...]`` that are NaN altogether, and those that are NaN in part."""
-    nan_counts = torch.cat([_is_nan(part).flatten(1).sum(1) for part in _chunks(blocks)]).cpu()
-    per_row = blocks[0].numel()
+def margin(shape: Sequence[int], parts: int, rows: int | None, columns: int | None) -> torch.Tensor | None:
+    """Mask ``[out, in / 16]`` of the block scales of `shape` that lie beyond what is loaded; None where nothing does.
+
+    Loaded are the first `rows` of each of `parts`, which lie one behind the other, and of those the first
+    `columns` / 16; a size that is None is not padded.
+    """
+    height, width = shape[0] // parts, shape[1]
+    loaded_rows = height if rows is None else min(height, rows)
+    loaded_columns = width if columns is None else min(width, columns // 16)
+    if (loaded_rows, loaded_columns) == (height, width):
+        return None
+    mask = torch.ones(parts, height, width, dtype=torch.bool)
+    mask[:, :loaded_rows, :loaded_columns] = False
+    return mask.flatten(0, 1)
+
+
+def unloaded_blocks(
+    blocks: torch.Tensor, margin: torch.Tensor | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Rows of e4m3 block scales ``[rows, ...]`` that are NaN altogether, and those that are NaN in part.
+
+    What `margin` marks of a row is not looked at.
+    """
+    wanted = torch.ones(blocks.shape[1:], dtype=torch.bool) if margin is None else ~margin
+    per_row, wanted = int(wanted.sum()), wanted.to(blocks.device)
+    nan_counts = torch.cat([(_is_nan(part) & wanted).flatten(1).sum(1) for part in _chunks(blocks)]).cpu()
     return _where(nan_counts == per_row), _where((nan_counts > 0) & (nan_counts < per_row))
 
 

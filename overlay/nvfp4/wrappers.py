@@ -7,17 +7,16 @@ from overlay.nvfp4.policy import Policy
 
 
 def create(watch: Callable, form: object, guard: Callable[[object], None] | None = None) -> Callable:
-    """Around `create_weights` of experts and linear layers: `watch(layer, form)` fills their scales with NaN.
+    """Around `create_weights` of experts and linear layers: `watch(layer, form, is_dummy)` fills their scales with NaN.
 
     `guard(method)` looks after methods whose processing is not wrapped.
     """
 
     def wrapper(wrapped, method, args, kwargs):
         result = wrapped(*args, **kwargs)
-        if not is_dummy_load():
-            watch(layer_of(args, kwargs), form)
-            if guard is not None:
-                guard(method)
+        watch(layer_of(args, kwargs), form, is_dummy_load())
+        if guard is not None:
+            guard(method)
         return result
 
     return wrapper
@@ -34,9 +33,10 @@ def guard_derived(base: type, form: experts.ExpertFormat, policy: Policy) -> Cal
         process = getattr(method, name)
 
         def checked(layer: object) -> None:
-            if not are_preprocessed():
-                experts.prepare(method, layer, form, policy, is_derived=True)
+            prepared = not are_preprocessed() and experts.prepare(method, layer, form, policy, is_derived=True)
             process(layer)
+            if prepared:
+                experts.verify(method, layer, form)
 
         setattr(method, name, checked)
 
@@ -50,12 +50,13 @@ def process_experts(form: experts.ExpertFormat, policy: Policy, folds: bool) -> 
         layer = layer_of(args, kwargs)
         if are_preprocessed():
             return wrapped(*args, **kwargs)
-        experts.prepare(method, layer, form, policy)
-        if folds:
-            return wrapped(*args, **kwargs)
-        global_scales = getattr(layer, form.globals[0]).data[:, 0].clone()
+        prepared = experts.prepare(method, layer, form, policy)
+        global_scales = None if folds else getattr(layer, form.globals[0]).data[:, 0].clone()
         wrapped(*args, **kwargs)
-        return experts.fold_input_scales(method, layer, form, global_scales)
+        if global_scales is not None:
+            experts.fold_input_scales(method, layer, form, global_scales)
+        if prepared:
+            experts.verify(method, layer, form)
 
     return wrapper
 

@@ -192,8 +192,10 @@ def outputs(built: torch.nn.Module, layer: Experts, config: Any) -> Measured:
 
 
 def reads_fp4(method: Any) -> bool:
-    """Does the layer's kernel round its inputs to FP4?"""
-    return not method.use_a16 and method.nvfp4_backend.value not in ("MARLIN", "HUMMING")
+    """Does the layer's kernel round its inputs to FP4? (FlashInfer's b12x does, of a W4A16 layer too.)"""
+    from overlay.nvfp4.experts import computes_w4a16
+
+    return not computes_w4a16(method)
 
 
 def weights(built: torch.nn.Module, layer: Experts, config: Any) -> Measured:

@@ -19,6 +19,7 @@ from tests.nvfp4.runner import attempt, describe, poisoned
 from tests.nvfp4.scenarios import (
     DATA,
     MODELOPT,
+    QUANTIZATION,
     complete,
     dead_expert,
     scaled,
@@ -94,6 +95,7 @@ def everything(base: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         for name in ("mo-stub-nemotron3-super", "mo-nested-minimax-m21-gadflyii")
     } | {
         "nameless": nameless_layer,
+        "mixed/shared expert alone": shared_expert_alone,
         "requantise": lambda: requantise(base, complete),
         "requantise without a scale": lambda: requantise(base, without("globals", "experts.1.down")),
         "preprocessed": lambda: preprocessed(base),
@@ -102,6 +104,7 @@ def everything(base: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "derived/none": lambda: derived_method(base, without_experts_input_scales),
         "derived/mismatch": lambda: derived_method(base, scaled("globals", 4.0, "experts.1.up")),
         "marlin": marlin_line,
+        **{f"fused/{form}": functools.partial(fused_scales, form) for form in FORMATS},
         "probe": lambda: probe(inverted=False),
         "probe planted": lambda: probe(inverted=True),
     }
@@ -177,6 +180,61 @@ def nameless_layer() -> dict[str, Any]:
     layer.weight_scale_2.data.fill_(0.02)
     layer.quant_method.process_weights_after_loading(layer)
     return {"kernel": type(layer.quant_method.kernel).__name__}
+
+
+def shared_expert_alone() -> dict[str, Any]:
+    """Routed experts without an entry beside a shared one with an algorithm of linear layers; and with entries."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig
+
+    listed = {
+        "shared": "model.layers.0.mlp.shared_expert.up_proj",
+        "own": "model.layers.0.mlp.experts.0.up_proj",
+        "beside": "model.layers.0.mlp.up_proj",
+    }
+    found = {}
+    for name, entry in listed.items():
+        layers = {entry: {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}}
+        content = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": ["lm_head"]}
+        with set_current_vllm_config(VllmConfig()):
+            config = ModelOptMixedPrecisionConfig.from_config({**content, "quantized_layers": layers})
+            layer = layer_of("experts", "model.layers.0.mlp.experts")
+            try:
+                method = config.get_quant_method(layer, "model.layers.0.mlp.experts")
+                found[name] = type(method).__name__
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def fused_scales(form: str) -> dict[str, Any]:
+    """Where vLLM's loader writes the scales of projections that a checkpoint stores fused, by kind of scale."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    content, stored, found = QUANTIZATION[form], FORMATS[form], {}
+    method = {"modelopt": "modelopt_fp4"}.get(form, form)
+    with set_current_vllm_config(VllmConfig()):
+        config = get_quantization_config(method).from_config(content)
+        config.packed_modules_mapping = {
+            "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+            "gate_up_proj": ["gate_proj", "up_proj"],
+        }
+        common = {"bias": False, "quant_config": config, "params_dtype": torch.bfloat16}
+        layers = {
+            "qkv_proj": QKVParallelLinear(256, 64, 4, 2, prefix="model.layers.0.self_attn.qkv_proj", **common),
+            "gate_up_proj": MergedColumnParallelLinear(
+                256, [64, 64], prefix="model.layers.0.mlp.gate_up_proj", **common
+            ),
+        }
+    for kind, layer in layers.items():
+        for scale in ("globals", "input"):
+            parameter = getattr(layer, getattr(stored, scale))
+            parameter.data.fill_(torch.nan)
+            parameter.weight_loader(parameter, torch.tensor(0.25))
+            found.setdefault(kind, {})[scale] = numbers(parameter.data)
+    return found
 
 
 def experts_before_processing(base: Path, name: str, edit: Callable) -> torch.nn.Module:

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 
 from overlay.nvfp4.cpu_load import Lines, experts, load, numbers, start
+from tests import installed
 from tests.nvfp4.checkpoints import FORMATS, tensors, write
 from tests.nvfp4.scenarios import QUANTIZATION, UNQUANTISED, Scenario, scenarios
 
@@ -116,7 +117,7 @@ def run(name: str, scenario: Scenario, base: Path) -> dict[str, Any]:
     folder = write(base / name.replace("/", "-"), quantization, scenario.own_file, weights)
 
     def loaded() -> dict[str, Any]:
-        with poisoned(scenario.poison):
+        with poisoned(scenario.poison), b12x() if scenario.b12x else contextlib.nullcontext():
             model, config = load(folder, **scenario.changes)
             if scenario.reload is not None:
                 reload(model, config, tensors(form, scenario.reload(form), unquantised))
@@ -124,6 +125,23 @@ def run(name: str, scenario: Scenario, base: Path) -> dict[str, Any]:
 
     with patch_options(scenario.options):
         return attempt(loaded)
+
+
+@contextlib.contextmanager
+def b12x() -> Iterator[None]:
+    """The b12x backends as if their packages and a GPU were there, up to their own step after the conversion."""
+    from vllm.model_executor.layers.fused_moe.experts.flashinfer_b12x_moe import FlashInferB12xExperts
+
+    kernels = [FlashInferB12xExperts]
+    if installed.since(0, 30):
+        from vllm.model_executor.layers.fused_moe.b12x import B12xExperts
+
+        kernels.append(B12xExperts)
+    with contextlib.ExitStack() as stack:
+        for kernel in kernels:
+            stack.enter_context(mock.patch.object(kernel, "_supports_current_device", staticmethod(lambda: True)))
+            stack.enter_context(mock.patch.object(kernel, "process_weights_after_loading", lambda self, layer: None))
+        yield
 
 
 @contextlib.contextmanager

@@ -61,6 +61,7 @@ class Scenario:
     poison: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
     changes: Mapping[str, Any] = field(default_factory=dict)
+    b12x: bool = False  # a GPU and packages for the two b12x backends, whose last step needs both and is left out
     reload: Callable[[Format], Callable[[str, dict], None]] | None = None
 
 
@@ -103,6 +104,11 @@ def without(suffix: str, *parts: str):
     return lambda form: (
         lambda name, own: own.pop(getattr(form, suffix), None) if all(part in name for part in parts) else None
     )
+
+
+def without_shards(*names: str, suffix: str = "globals"):
+    """Leave one tensor out of the named shards of the attention's fused projection; k keeps its own."""
+    return lambda form: lambda name, own: own.pop(getattr(form, suffix)) if name.endswith(names) else None
 
 
 def scaled(suffix: str, factor: float, *parts: str):
@@ -226,6 +232,10 @@ def scenarios() -> dict[str, Scenario]:
         found[f"{form}/linear global"] = Scenario(without("globals", "layers.1.self_attn.o_proj"), form, poison=1e30)
         found[f"{form}/expert blocks"] = Scenario(without("blocks", "experts.3.up"), form, poison=1e30)
         found[f"{form}/linear blocks"] = Scenario(without("blocks", "layers.0.self_attn.k_proj"), form, poison=1e30)
+        found[f"{form}/shards global"] = Scenario(without_shards("q_proj", "v_proj"), form, poison=1e30)
+        found[f"{form}/shards input"] = Scenario(without_shards("q_proj", "v_proj", suffix="input"), form, poison=1e30)
+        found[f"{form}/gate global alone"] = Scenario(without("globals", "experts.", "up_proj"), form, poison=1e30)
+        found[f"{form}/up global alone"] = Scenario(without("globals", "experts.", "gate_proj"), form, poison=1e30)
         found[f"{form}/mismatch"] = Scenario(scaled("globals", 4.0, "experts.1.up"), form)
         found[f"{form}/slight mismatch"] = Scenario(scaled("globals", 1.05, "experts.1.up"), form)
         found[f"{form}/linear mismatch"] = Scenario(scaled("globals", 4.0, "self_attn.k_proj"), form)
@@ -239,6 +249,18 @@ def scenarios() -> dict[str, Scenario]:
     for backend in ("flashinfer_cutlass", "cutlass", "emulation", "marlin"):
         found[f"flag/{backend}"] = Scenario(without_experts_input_scales, changes={"moe_backend": backend})
     for form in FORMATS:
+        for backend in ("b12x", "flashinfer_b12x"):
+            changes = {"moe_backend": backend}
+            found[f"{backend}/{form}"] = Scenario(without_experts_input_scales, form, changes=changes, b12x=True)
+        dummy = {"load_format": "dummy"}
+        for name, second in (("complete", complete), ("none", without_experts_input_scales)):
+            found[f"{form}/dummy, reload {name}"] = Scenario(complete, form, changes=dummy, reload=second, poison=1e30)
+        found[f"{form}/dummy, reload without a global scale"] = Scenario(
+            complete, form, changes=dummy, reload=without("globals", "experts.1.down"), poison=1e30
+        )
+        found[f"{form}/dummy, reload linear"] = Scenario(
+            complete, form, changes=dummy, reload=without("input", "layers.1.self_attn.o"), poison=1e30
+        )
         found[f"{form}/reload complete"] = Scenario(complete, form, reload=complete, poison=1e30)
         found[f"{form}/reload dead"] = Scenario(complete, form, reload=dead_expert, poison=1e30)
         found[f"{form}/reload none"] = Scenario(complete, form, reload=without_experts_input_scales, poison=1e30)

@@ -202,10 +202,41 @@ class TestScales:
         assert stock[f"{form}/one shard"]["linears"][good]["alpha"] != pytest.approx([ALPHA])
         assert [line for line in wrapped[f"{form}/one shard"]["log"] if "shards 2; repaired" in line]
 
-    def test_one_value_for_gate_and_up(self, wrapped, form):
+    def test_two_shards_without_input_scale(self, wrapped, form):
+        outcome = wrapped[f"{form}/shards input"]
+        assert all(layer["alpha"] == pytest.approx([ALPHA]) for layer in linears(outcome, "qkv_proj"))
+        assert [line for line in outcome["log"] if "shards 0, 2; repaired" in line]
+
+    def test_shards_without_global_scale_are_refused(self, stock, wrapped, form):
+        """vLLM writes the one scale of a projection that is stored fused to all shards: here q's and v's were lost."""
+        said = "linear model.layers.0.self_attn.qkv_proj: no usable value in weight_"
+        assert said in wrapped[f"{form}/shards global"]["error"]
+        assert ", shards 0, 2. A weight scale cannot be" in wrapped[f"{form}/shards global"]["error"]
+        assert "error" not in stock[f"{form}/shards global"]
+
+    def test_one_input_scale_for_gate_and_up(self, wrapped, form):
         outcome = wrapped[f"{form}/gate alone"]
         assert all(is_right(layer) for layer in experts(outcome))
-        assert not [line for line in outcome["log"] if "no usable value" in line]
+        assert [line for line in outcome["log"] if "no usable value for gate or up in w13_input_" in line]
+
+    def test_one_global_scale_for_gate_and_up(self, stock, wrapped, form):
+        """Gate's is what vLLM computes both with, and what a fused gate_up has; of up's alone it would know nothing."""
+        outcome = wrapped[f"{form}/gate global alone"]
+        assert all(is_right(layer) for layer in experts(outcome))
+        (line,) = [line for line in outcome["log"] if "one value for gate and up" in line]
+        assert line.startswith("WARNING")
+        said = wrapped[f"{form}/up global alone"]["error"]
+        assert "experts model.layers.0.mlp.experts: no usable value in w13_weight_" in said
+        before = stock[f"{form}/up global alone"]
+        if not (form == "quark" and installed.QUARK_REFUSES_A_MISMATCH):
+            assert not any(is_right(layer) or is_right(layer, alpha=0.02) for layer in experts(before))
+
+    @pytest.mark.parametrize("kind", ["qkv_proj", "gate_up_proj"])
+    @pytest.mark.parametrize("scale", ["globals", "input"])
+    def test_vllm_writes_a_fused_scale_to_every_shard(self, stock, form, kind, scale):
+        """What a missing shard is told from: were it the first slot alone, such a scale would have to be spread."""
+        values = stock[f"fused/{form}"][kind][scale]
+        assert values == pytest.approx([0.25] * (3 if kind == "qkv_proj" else 2))
 
     def test_one_of_two_parameters_is_missing(self, wrapped, form):
         """A layer that could quantise the inputs of gate and up, and not those of down, quantises neither."""

@@ -29,16 +29,6 @@ def lines(caplog, monkeypatch):
     return lambda: [f"{record.levelname}: {record.getMessage()}" for record in caplog.records]
 
 
-@pytest.mark.parametrize("number", [0.0, -1.0, 1e5, math.nan, math.inf])
-def test_a_number_must_be_a_scale(number):
-    assert "all_missing" in Policy(all_missing=number).problem()
-
-
-@pytest.mark.parametrize("setting", ["route", "refuse", 0.002, 1e4])
-def test_settings_that_can_be_followed(setting):
-    assert Policy(all_missing=setting).problem() is None
-
-
 def test_one_parameter_without_any_scale_is_enough_to_route():
     settlement = settle(SUBJECT, readings([0.01, 0.01], [NAN, NAN]), Policy(), False)
     assert (settlement.route, settlement.missing) == (True, "w1")
@@ -107,16 +97,6 @@ def test_names_of_layers():
         assert findings.is_draft()
     assert findings.layer_name(model[0]) == "a Linear without a name"
     assert not findings.is_draft()
-
-
-def method(**state):
-    backend = SimpleNamespace(name=state.pop("backend", "FLASHINFER_CUTLASS"))
-    return SimpleNamespace(nvfp4_backend=backend, use_a16=False, **state)
-
-
-@pytest.mark.parametrize("state", [{"per_token_activation": True}, {"backend": "MARLIN"}, {"backend": "HUMMING"}])
-def test_backends_that_do_not_read_input_scales(state):
-    assert not experts.quantises_activations(method(**state))
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,12 @@ def test_tiny_checkpoint_with_one_value_for_gate_up(stock, wrapped):
     assert len(experts(after)) == 3
     assert not any(is_sane(layer) for layer in experts(before))
     assert all(is_sane(layer) for layer in experts(after))
-    assert len([line for line in after["log"] if "layers 1-3: one value for gate and up" in line]) == 2
-    assert not [line for line in after["log"] if "no usable value" in line]
+    (weights,) = [line for line in after["log"] if "layers 1-3: one value for gate and up in w13_weight_scale" in line]
+    (inputs,) = [
+        line for line in after["log"] if "layers 1-3: no usable value for gate or up in w13_input_scale" in line
+    ]
+    assert "gate's used for both" in weights
+    assert "repaired by the other half" in inputs
 
 
 @needs_glm

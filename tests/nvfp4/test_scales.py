@@ -95,19 +95,20 @@ def test_nothing_of_a_clean_reading_changes():
     assert torch.equal(reading.completed, stored)
 
 
-def test_one_value_for_a_fused_projection():
-    spread = scales.spread_fused(torch.tensor([[0.1, NAN], [0.2, NAN]]))
-    assert torch.equal(spread, torch.tensor([[0.1, 0.1], [0.2, 0.2]]))
-    assert torch.equal(scales.spread_fused(torch.tensor([[0.1, NAN, NAN]])), torch.tensor([[0.1] * 3]))
-    assert scales.spread_fused(torch.tensor([[0.1, NAN], [NAN, NAN]])).isnan().tolist() == [[False] * 2, [True] * 2]
+def test_gates_for_both():
+    assert torch.equal(
+        scales.gates_for_both(torch.tensor([[0.1, NAN], [0.2, NAN]])), torch.tensor([[0.1, 0.1], [0.2, 0.2]])
+    )
     for other in (
+        [[NAN, 0.1], [NAN, 0.2]],  # up's alone
         [[0.1, NAN], [0.2, 0.2]],  # a scale is missing
         [[0.1, NAN], [NAN, 0.2]],
-        [[0.1, 0.1, NAN]],
+        [[0.1, NAN], [NAN, NAN]],
+        [[0.1, 0.1]],
         [[NAN, NAN]],
         [[0.1], [NAN]],
     ):
-        assert scales.spread_fused(torch.tensor(other)) is None
+        assert scales.gates_for_both(torch.tensor(other)) is None
 
 
 def test_weight_scales():
@@ -131,6 +132,22 @@ def test_unloaded_blocks(monkeypatch, chunk):
     assert scales.unloaded_blocks(blocks) == ((1,), (2, 3))
     scales.zero_unloaded_blocks(blocks)
     assert blocks.float().tolist() == [[[1.0, 2.0]], [[0.0, 0.0]], [[448.0, 0.0]], [[0.0, 3.0]], [[0.0, 0.0]]]
+
+
+def test_margin():
+    """Gate and up of 3 rows each and 48 columns, loaded into 4 rows and 80 columns; without padding there is none."""
+    assert scales.margin((8, 5), 2, 4, 80) is None
+    assert scales.margin((8, 5), 2, None, None) is None
+    mask = scales.margin((8, 5), 2, 3, 48)
+    half = [[0, 0, 0, 1, 1]] * 3 + [[1] * 5]
+    assert mask.int().tolist() == half + half
+
+
+def test_unloaded_blocks_within_a_margin():
+    mask = scales.margin((2, 2), 1, 2, 16)
+    blocks = e4m3([[[1.0, NAN], [1.0, NAN]], [[NAN, NAN], [1.0, NAN]], [[NAN, 1.0], [NAN, NAN]]])
+    assert scales.unloaded_blocks(blocks, mask) == ((2,), (1,))
+    assert scales.unloaded_blocks(blocks) == ((), (0, 1, 2))
 
 
 @pytest.mark.parametrize("reciprocal", [False, True])

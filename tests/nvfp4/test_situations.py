@@ -53,6 +53,20 @@ class TestReload:
         assert all(is_weight_only(layer) for layer in experts(outcome))
         assert all(is_weight_only_linear(layer) for layer in linears(outcome))
 
+    def test_after_dummy_weights(self, stock, wrapped, form):
+        """As weights are synchronised into an engine that was started without any."""
+        first = f"{form}/dummy, reload"
+        if form == "quark":  # see test_complete
+            assert "error" in wrapped[f"{first} complete"]
+            return
+        assert wrapped[f"{first} complete"]["digests"] == stock[f"{first} complete"]["digests"]
+        assert wrapped[f"{first} complete"]["log"] == []
+        assert "no usable value after a reload in w13_input_" in wrapped[f"{first} none"]["error"]
+        assert "no usable value in w2_weight_" in wrapped[f"{first} without a global scale"]["error"]
+        said = wrapped[f"{first} linear"]["error"]
+        assert "linear model.layers.1.self_attn.o_proj: no usable value after a reload in input_" in said
+        assert not any("error" in stock[f"{first} {name}"] for name in ("none", "without a global scale", "linear"))
+
 
 @pytest.mark.parametrize("backend", ["flashinfer_cutlass", "cutlass", "emulation"])
 def test_a_flag_that_needs_scales_is_refused(stock, wrapped, backend):
@@ -67,6 +81,33 @@ def test_a_flag_that_needs_scales_is_refused(stock, wrapped, backend):
 def test_a_flag_for_16_bit_activations_is_left_alone(stock, wrapped):
     assert wrapped["flag/marlin"]["digests"] == stock["flag/marlin"]["digests"]
     assert wrapped["flag/marlin"]["log"] == []
+
+
+@pytest.mark.skipif(not installed.since(0, 30), reason="--moe-backend b12x came with vLLM 0.30")
+@pytest.mark.parametrize("form", FORMATS)
+def test_b12x(stock, wrapped, form):
+    """b12x computes W4A16 where a layer's method says that it may; Quark's has no way to say so."""
+    before, after = stock[f"b12x/{form}"], wrapped[f"b12x/{form}"]
+    assert not any(layer["w4a16"] for layer in experts(before))
+    if form == "quark":
+        assert "no usable value in w13_input_scale_2 and w2_input_scale_2. --moe-backend b12x" in after["error"]
+        return
+    for layer in experts(after):
+        assert (layer["backend"], layer["w4a16"], layer["a1_gscale"]) == ("B12X", True, None)
+        assert layer["g1_alphas"] == pytest.approx([0.02] * 4)
+    assert [line for line in after["log"] if "routed to W4A16 (B12X instead of B12X)" in line]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_flashinfers_b12x_reads_no_input_scale(stock, wrapped, form):
+    """It quantises activations by each block's own scale: nothing is missing, and nothing is W4A16."""
+    before, after = stock[f"flashinfer_b12x/{form}"], wrapped[f"flashinfer_b12x/{form}"]
+    for layer, unwrapped in zip(experts(after), experts(before), strict=True):
+        assert (layer["backend"], layer["w4a16"]) == ("FLASHINFER_B12X", False)
+        assert layer["g1_alphas"] == unwrapped["g1_alphas"]
+    (line,) = [line for line in after["log"] if "experts model" in line]
+    assert line.startswith("INFO")
+    assert "not read: FLASHINFER_B12X quantises activations with scales of its own" in line
 
 
 @pytest.mark.parametrize("backend", ["auto", "cutlass"])
@@ -131,6 +172,16 @@ def test_an_unknown_algorithm_names_the_layer(wrapped):
     said = wrapped["mixed/unknown"]["error"]
     assert said.startswith("AlgorithmError: layer model.layers.1.self_attn.o_proj:")
     assert "W8A8_SQ_PER_CHANNEL" in said
+
+
+def test_experts_without_an_entry_of_their_own(stock, wrapped):
+    """vLLM resolves the shared expert's algorithm for the routed ones, and leaves them unquantised: they are."""
+    before, after = stock["mixed/shared expert alone"], wrapped["mixed/shared expert alone"]
+    assert after["shared"] == before["shared"] == "NoneType"
+    for name in ("own", "beside"):
+        assert before[name] == "NoneType"
+        assert after[name].startswith("AlgorithmError: layer model.layers.0.mlp.experts:")
+        assert "FP8_PER_CHANNEL_PER_TOKEN" in after[name]
 
 
 @pytest.mark.skipif(not installed.HAS_REQUANTISATION, reason="experts are requantised online from vLLM 0.32 on")
