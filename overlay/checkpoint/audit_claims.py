@@ -20,13 +20,13 @@ def findings(main: QuantConfig | None, side: QuantConfig | None) -> list[Finding
 def _unusable(config: QuantConfig) -> list[Finding]:
     """Configurations that vLLM refuses, or does not recognise as quantisation."""
     found = []
-    if not config.method:
+    if not config.recognised:
         found.append(
             error(
                 "quant_method",
                 f"{config.file} names no quantisation method (producer: {config.producer or 'none'})",
                 "vLLM takes the checkpoint for unquantised and stops at the first packed weight",
-                f'put "quant_method": "modelopt" at the top level of {config.file}',
+                f'put "quant_method": "{config.method or "modelopt"}" at the top level of {config.file}',
             )
         )
     if config.nested and "NVFP4" in config.algorithm:

@@ -54,11 +54,15 @@ class Group:
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """One quantisation configuration. `file` says where it stands, `nested` that it has the form of the side file."""
+    """One quantisation configuration. `file` says where it stands, `nested` that it has the form of the side file.
+
+    `inner`: it does not stand at the top level of config.json, so that vLLM looks into the side file before.
+    """
 
     file: str
     document: Mapping
     nested: bool
+    inner: bool = False
 
     @cached_property
     def body(self) -> Mapping:
@@ -68,13 +72,23 @@ class QuantConfig:
 
     @cached_property
     def method(self) -> str:
-        """`modelopt`, `compressed-tensors`, `quark`, what else the file says, or "" where vLLM would see none."""
-        named = str(self.document.get("quant_method") or "").lower().replace("_", "-")
+        """`modelopt`, `compressed-tensors`, `quark`, what else the file says, or "" where it has the form of none."""
+        named = self._named
         if named.startswith("modelopt") or (not named and self.producer.startswith("modelopt")):
             return "modelopt"
         if not named and ("format" in self.body or "quantization_status" in self.body):
             return "compressed-tensors"
         return named
+
+    @property
+    def _named(self) -> str:
+        return str(self.document.get("quant_method") or "").lower().replace("_", "-")
+
+    @property
+    def recognised(self) -> bool:
+        """Does vLLM see a quantisation here? It does not go by the form (model_arch_config_convertor.py, 0.33.0)."""
+        signed = self.producer.split(" ")[0] == "modelopt" and bool(self.algorithm)
+        return bool(self._named) or (self.nested and (signed or "modelopt_quant_config" in self.body))
 
     @cached_property
     def producer(self) -> str:
@@ -181,15 +195,20 @@ def read(document: Mapping | None, file: str = CONFIG) -> QuantConfig | None:
         document.get("compression_config"),
     )
     found = next((place for place in places if isinstance(place, Mapping)), None)
+    inner = found is not None and found is not places[0]
     if found is None and any(
         key in document for key in ("quantization", "quant_algo", "config_groups", "quant_method")
     ):
         found = document
-    return QuantConfig(file, found, isinstance(found.get("quantization"), Mapping)) if found is not None else None
+    if found is None:
+        return None
+    return QuantConfig(file, found, isinstance(found.get("quantization"), Mapping), inner)
 
 
 def in_effect(main: QuantConfig | None, side: QuantConfig | None) -> QuantConfig | None:
-    """The one of the two that vLLM uses."""
+    """The one of the two that vLLM uses (transformers_utils/config.py, weight_utils.py)."""
+    if main is not None and main.inner and side is not None:
+        return side
     if main is not None and main.algorithm == "MIXED_PRECISION" and not main.layers and side is not None:
         return side
     return main or side

@@ -18,7 +18,7 @@ def incomplete(modules: Sequence[Module], extent: Shape) -> list[Finding]:
         if module.layer is not None and not module.mtp and module.kind != kinds.VISION
     }
     missing = set(range(extent.layers or 0)) - layers
-    if modules and missing:
+    if layers and missing:  # families that do not call them `layers` are not judged
         found.append(
             error(
                 "missing_layers",

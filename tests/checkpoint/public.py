@@ -190,7 +190,8 @@ def qwen36_nested() -> Model:
 
 def qwen38_distill() -> Model:
     settings, tensors = qwen(fp8_channels, lambda name: compressed(name, None), plain)
-    return {**settings, **load("ct-mix-w4a16-qwen38-35b-distill")}, tensors, {}
+    quantization = load("ct-mix-w4a16-qwen38-35b-distill")["quantization_config"]
+    return {**settings, "quantization_config": {**quantization, "quant_method": "compressed-tensors"}}, tensors, {}
 
 
 def step35(dense: Matrix, algorithm: str) -> Model:

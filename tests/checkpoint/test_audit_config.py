@@ -35,7 +35,7 @@ PUBLIC = {
     "mix-nested-qwen36-35b": ("mixed: FP8 + NVFP4 W4A16", "none", "fp8", set()),
     "neg-int4-kimi-k25": ("INT4 weight-only", "none", None, set()),
     "ct-w4a4-devstral2-autoround": ("NVFP4 W4A4", "all", None, set()),
-    "ct-mix-w4a16-qwen38-35b-distill": ("mixed: FP8 + NVFP4 W4A16", "none", None, set()),
+    "ct-mix-w4a16-qwen38-35b-distill": ("mixed: FP8 + NVFP4 W4A16", "none", None, {"quant_method"}),
     "mo-weightonly-glm53flash-libertai": ("NVFP4 W4A16", "none", None, {"label_nvfp4_is_weight_only"}),
     "mo-nested-minimax-m21-gadflyii": ("NVFP4 W4A4", "all", None, {"quant_method", "side_file_fields"}),
     "mix-nested-step35-flash-w8a8sq": (
@@ -110,6 +110,27 @@ def test_the_side_file_may_not_say_w4a16():
     body = {"quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": []}
     side = read({"producer": {"name": "modelopt"}, "quantization": body}, SIDE_FILE)
     assert [finding.check for finding in audit_claims.findings(None, side)] == ["side_file_algorithm"]
+
+
+def test_a_side_file_goes_before_the_text_models_configuration():
+    """vLLM asks for the outer configuration, then for the file, and only then for the inner one."""
+    main = read({"text_config": {"quantization_config": small.modelopt()}})
+    side = public("mo-nested-glm5")[0]
+    assert in_effect(main, side) is side
+    assert in_effect(main, None) is main
+    assert in_effect(read({"quantization_config": small.modelopt()}), side) is not side
+
+
+def test_a_method_that_only_the_form_tells_is_not_seen_by_vllm():
+    """And what cures it names the method that the form has."""
+    for name, method in (("ct-w4a4-devstral2-autoround", "compressed-tensors"), ("mo-flat-minimax-m27", "modelopt")):
+        document = dict(public(name)[0].document)
+        del document["quant_method"]
+        config = read({"quantization_config": document})
+        assert config.method == method
+        (finding,) = audit_claims.findings(config, None)
+        assert (finding.check, finding.severity) == ("quant_method", "error")
+        assert f'"quant_method": "{method}"' in finding.cure
 
 
 def test_the_text_models_configuration_counts_where_the_outer_has_none():

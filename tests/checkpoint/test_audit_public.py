@@ -127,6 +127,12 @@ def test_other_methods_are_not_judged_by_the_rules_of_these(tmp_path, method):
     assert not result.failed
 
 
+def test_layers_under_another_name_are_not_missing(tmp_path):
+    settings = {"architectures": ["FalconForCausalLM"], "num_hidden_layers": 2}
+    tensors = plain("lm_head") | {f"transformer.h.{n}.ln.weight": tensor("BF16", 32) for n in range(2)}
+    assert findings(examine(tmp_path, (settings, tensors, {}))) == {}
+
+
 def nvfp4_linears(*groups):
     """A compressed-tensors configuration of these (targets, bits) in this order."""
     found = {}
