@@ -118,6 +118,10 @@ class _Reader:
         if option.choices and isinstance(value, str) and value not in option.choices:
             allowed = ", ".join(repr(choice) for choice in option.choices)
             raise self.error(place, option.name, f"is {value!r}; it must be one of {allowed}")
+        if option.limits and type(value) in (int, float):
+            least, most = option.limits
+            if not least <= value <= most:  # not a number is in no range
+                raise self.error(place, option.name, f"is {value!r}; it must be from {least:g} to {most:g}")
         return value
 
     def switch(self, place: tuple[str, ...], value: object) -> Switch:

@@ -19,13 +19,17 @@ OptionType = type | tuple[type, ...]
 
 @dataclass(frozen=True)
 class Option:
-    """One key of a patch's TOML table: a plain value of `type` (or one of several), if given one of `choices`."""
+    """One key of a patch's TOML table: a plain value of `type` (or one of several).
+
+    A text is one of `choices`, where there are some; a number lies in `limits`, both ends included.
+    """
 
     name: str
     type: OptionType
     default: object
     doc: str
     choices: tuple[object, ...] = ()
+    limits: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

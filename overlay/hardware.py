@@ -25,14 +25,21 @@ class Device:
 class Hardware:
     """The visible GPUs, read once and only when somebody asks."""
 
+    @classmethod
+    def none(cls) -> "Hardware":
+        """A machine without a GPU, as a front end may be."""
+        machine = cls()
+        machine.devices = ()
+        return machine
+
     @cached_property
     def devices(self) -> tuple[Device, ...]:
         return _read_devices()
 
     @property
     def capability(self) -> tuple[int, int] | None:
-        """Lowest capability among the visible GPUs (a mixed machine runs what all can run); None without a driver."""
-        return min((device.capability for device in self.devices), default=None)
+        """Capability of the first visible GPU, the one that `name` names; None without a driver."""
+        return self.devices[0].capability if self.devices else None
 
     @property
     def name(self) -> str | None:
@@ -44,8 +51,18 @@ class Hardware:
 
     @property
     def architecture(self) -> str:
-        """`sm_121`, or `no GPU`."""
-        return "no GPU" if self.capability is None else "sm_{}{}".format(*self.capability)
+        """`sm_121`, `sm_120 + sm_86` on a mixed machine, or `no GPU`."""
+        return " + ".join(dict.fromkeys("sm_{}{}".format(*d.capability) for d in self.devices)) or "no GPU"
+
+    def lacks(self, major: int) -> bool:
+        """There are GPUs, and none is of the family `major`.x: only then may a patch for that family stand down.
+
+        A process cannot tell at `import vllm` which of the visible GPUs it will compute on (vLLM gives its workers the
+        whole list and a rank). On a mixed machine every patch for a family that is there is therefore armed, and what
+        it changes asks vLLM's platform for the GPU in use, each time. False without a driver: a front end without a
+        GPU decides for workers that have one.
+        """
+        return bool(self.devices) and all(device.capability[0] != major for device in self.devices)
 
 
 class _Memory(ctypes.Structure):
@@ -66,12 +83,16 @@ def _read_devices() -> tuple[Device, ...]:
 
 
 def _visible_handles(nvml: ctypes.CDLL) -> list[ctypes.c_void_p]:
-    """Handles in the order of CUDA_VISIBLE_DEVICES (indices or `GPU-` UUIDs); like CUDA, stops at the first bad one."""
+    """Handles in the order of CUDA_VISIBLE_DEVICES (indices or `GPU-` UUIDs); like CUDA, stops at the first bad one.
+
+    An empty variable counts as unset, as in vLLM's platform: Ray gives it to a process in a placement group without
+    GPUs, which decides for workers that have some.
+    """
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = ctypes.c_uint()
     if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != _SUCCESS:
         return []
-    names = [str(i) for i in range(count.value)] if wanted is None else [n.strip() for n in wanted.split(",")]
+    names = [str(i) for i in range(count.value)] if not wanted else [n.strip() for n in wanted.split(",")]
     handles = []
     for name in names:
         handle = ctypes.c_void_p()

@@ -3,13 +3,14 @@
 import importlib
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import ModuleType
 
 from overlay import carried
-from overlay.config import Config
+from overlay.config import Config, PatchSettings
 from overlay.context import Context
 from overlay.declare import NotNeeded, Patch, Target
 from overlay.errors import PatchError
@@ -58,12 +59,27 @@ class Entry:
     context: Context
     state: State
     reason: str
-    decided: State = State.OFF
+    decided: State = field(init=False)
     modules: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.decided = self.state
 
     @property
     def on(self) -> bool:
         return self.state in (State.ARMED, State.ACTIVE)
+
+    def astray(self) -> str | None:
+        """Why this patch does not do in this process what was decided for it; None where it does.
+
+        A module that was not imported is none of these: not every process needs every module.
+        """
+        if self.state is State.FAILED and self.decided is not State.FAILED:
+            return f"it failed: {self.reason}"
+        unseen = [name for name in self.patch.apply if name in sys.modules and name not in self.modules]
+        if self.on and unseen:
+            return f"{', '.join(unseen)} was imported past it, by another import hook or before vllm"
+        return None
 
     def failure(self) -> PatchError:
         """The one message a user sees: which patch, which target, what is wrong, how to go on without it."""
@@ -83,14 +99,23 @@ def declarations() -> Iterator[Patch]:
 
 def decide(patches: Iterable[Patch], config: Config, sources: VllmSources, hardware: Hardware) -> list[Entry]:
     """Give every patch its state before any of vLLM's modules is imported; raises nothing, failures are a state."""
-    entries = [_decide(patch, config, sources, hardware) for patch in patches]
-    for entry in entries:
-        entry.decided = entry.state
-    return entries
+    return [_decide(patch, config.patches[patch.id], sources, hardware) for patch in patches]
 
 
-def _decide(patch: Patch, config: Config, sources: VllmSources, hardware: Hardware) -> Entry:
-    settings = config.patches[patch.id]
+def decide_again(entries: Iterable[Entry], hardware: Hardware) -> list[Entry]:
+    """What `decide` would have answered in this process with other GPUs; changes nothing."""
+    return [
+        _decide(
+            entry.patch,
+            PatchSettings(entry.context.wanted, "decided again", entry.context.options),
+            entry.context.sources,
+            hardware,
+        )
+        for entry in entries
+    ]
+
+
+def _decide(patch: Patch, settings: PatchSettings, sources: VllmSources, hardware: Hardware) -> Entry:
     context = Context(patch.id, settings.options, settings.switch, sources, hardware)
     if settings.switch is False:
         return Entry(patch, context, State.OFF, f"switched off ({settings.origin})")

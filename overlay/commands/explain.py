@@ -49,7 +49,14 @@ def as_json(patch: Patch) -> dict[str, object]:
         "upstream": list(patch.upstream),
         "targets": [str(target) for target in patch.targets],
         "options": [
-            {"name": o.name, "type": type_name(o), "default": o.default, "choices": list(o.choices), "doc": o.doc}
+            {
+                "name": o.name,
+                "type": type_name(o),
+                "default": o.default,
+                "choices": list(o.choices),
+                "limits": o.limits,
+                "doc": o.doc,
+            }
             for o in patch.options
         ],
     }
@@ -66,7 +73,7 @@ def as_text(patch: Patch) -> str:
         f"default: enabled = {patch.default if isinstance(patch.default, str) else str(patch.default).lower()}"
     )
     if patch.options:
-        lines = [f"    {o.name} ({type_name(o)}, default {o.default!r}): {o.doc}" for o in patch.options]
+        lines = [f"    {o.name} ({type_and_limits(o)}, default {o.default!r}): {o.doc}" for o in patch.options]
         paragraphs.append("options:\n" + "\n".join(lines))
     return "\n\n".join(paragraphs)
 
@@ -96,7 +103,9 @@ def as_markdown(patches: Iterable[Patch]) -> str:
         lines += ["", "**Targets.** " + ", ".join(f"`{target}`" for target in patch.targets)]
         if patch.options:
             lines += ["", "| option | type | default | meaning |", "| --- | --- | --- | --- |"]
-            lines += [f"| `{o.name}` | {type_name(o)} | `{o.default!r}` | {_cell(o.doc)} |" for o in patch.options]
+            lines += [
+                f"| `{o.name}` | {type_and_limits(o)} | `{o.default!r}` | {_cell(o.doc)} |" for o in patch.options
+            ]
     return "\n".join(lines)
 
 
@@ -121,3 +130,9 @@ def _one_line(text: str) -> str:
 def type_name(option: Option) -> str:
     types = option.type if isinstance(option.type, tuple) else (option.type,)
     return " or ".join(kind.__name__ for kind in types)
+
+
+def type_and_limits(option: Option) -> str:
+    """`float from 0 to 1024`."""
+    limits = " from {:g} to {:g}".format(*option.limits) if option.limits else ""
+    return type_name(option) + limits

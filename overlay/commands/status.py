@@ -5,7 +5,7 @@ import json
 
 from overlay import config, live, registry
 from overlay.errors import OverlayError
-from overlay.fingerprint import fingerprint
+from overlay.fingerprint import fingerprint, parts, software
 from overlay.hardware import Hardware
 from overlay.registry import Entry, State
 from overlay.sources import VllmSources
@@ -34,13 +34,16 @@ def run(options: argparse.Namespace) -> int:
         "architecture": hardware.architecture,
         "config": str(settings.file),
         "fingerprint": fingerprint(entries),
+        "software_fingerprint": software(entries),
+        "fingerprint_of": parts(entries),
         "patches": [describe(entry) for entry in entries],
     }
     if options.json:
         print(json.dumps(report, indent=2))
     else:
         print(f"vllm {sources.version} ({sources.root}), {hardware.architecture}")
-        print(f"config {settings.file}, fingerprint {report['fingerprint']}\n")
+        print(f"config {settings.file}")
+        print(f"fingerprint {report['fingerprint']}, of the software alone {report['software_fingerprint']}\n")
         print(table(("patch", "state", "reason"), ((e.patch.id, e.state, e.reason) for e in entries)))
     return 1 if any(entry.state is State.FAILED for entry in entries) else 0
 

@@ -24,8 +24,11 @@ def gpu(around: Surroundings) -> Outcome:
     names = ", ".join(sorted({f"{d.name} (sm_{d.capability[0]}{d.capability[1]})" for d in devices}))
     text = f"{len(devices)} x {names}"
     if len({device.capability for device in devices}) > 1:
-        return warned(f"{text}: different capabilities in one engine", "CUDA_VISIBLE_DEVICES with equal GPUs")
-    if around.hardware.capability[0] != 12:
+        return warned(
+            f"{text}: different capabilities; patches for one of them are armed and ask for the GPU in use each time",
+            "CUDA_VISIBLE_DEVICES with the GPUs that are to serve; an engine needs equal ones",
+        )
+    if around.hardware.lacks(12):
         return warned(f"{text}: not sm_120 or sm_121, the patches for those stand down", "nothing to do")
     driver = around.loaded.get("driver", around.loaded)
     if "error" in driver:
@@ -51,13 +54,13 @@ def nvrtc(around: Surroundings) -> Outcome:
         return missing(f"CuPy cannot load NVRTC: {found['error']}", _NVRTC_FIX)
     version = ".".join(map(str, found["version"]))
     text = f"NVRTC {version} from {', '.join(found['files']) or 'an unknown file'}"
-    capability = around.hardware.capability
-    wanted = [capability[0] * 10 + capability[1]] if capability in ((12, 0), (12, 1)) else list(OURS)
+    here = {major * 10 + minor for major, minor in (device.capability for device in around.hardware.devices)}
+    wanted = sorted(here & set(OURS)) or list(OURS)
     missing = [f"sm_{arch}" for arch in wanted if arch not in found["architectures"]]
     if not missing:
         return passed(f"{text} knows {' and '.join(f'sm_{arch}' for arch in wanted)}")
     verdict = f"{text} does not know {' and '.join(missing)}"
-    return (failed if len(wanted) == 1 and _kernel_is_wanted(around) else warned)(verdict, _NVRTC_FIX)
+    return (failed if here & set(OURS) and _kernel_is_wanted(around) else warned)(verdict, _NVRTC_FIX)
 
 
 def _kernel_is_wanted(around: Surroundings) -> bool:

@@ -19,7 +19,7 @@ def probe(ctx: Context) -> Verdict:
 
 
 def own_fingerprint() -> str:
-    """This process's overlay: version, patches with their states and options, kernel source."""
+    """This process's overlay: its code, patches with their states and options, kernel source."""
     return fingerprint(startup.current().entries)
 
 
@@ -50,7 +50,7 @@ PATCH = Patch(
         "drifts. The start-up plan (VLLM_ENABLE_STARTUP_PLAN) replays another patch set's KV cache size likewise."
     ),
     how=(
-        "The overlay's fingerprint (version, each patch's state and options, kernel source) is one more factor of "
+        "The overlay's fingerprint (its code, each patch's state and options, kernel source) is one more factor of "
         "vllm.envs.compile_factors, which both compile caches hash, and of the start-up plan's key."
     ),
     upstream=(),

@@ -6,6 +6,7 @@ from typing import Any
 
 from overlay.context import Context
 from overlay.declare import Patch, Target, Verdict, absent, present
+from overlay.hardware import Hardware
 
 CONFIG = "vllm.config.vllm"
 SEAM = "VllmConfig._maybe_enable_breakable_cudagraph"
@@ -21,6 +22,15 @@ def probe(ctx: Context) -> Verdict:
     return present("breakable CUDA graphs are on by default for rope-free sparse-MLA models")
 
 
+def here(ctx: Context) -> bool:
+    """A visible GPU shares the host's memory; with enabled = true always.
+
+    Asked when a configuration is made: a front end without a GPU arms this patch and must not decide for workers whose
+    GPUs have memory of their own. NVML answers, because asking vLLM's platform would initialise CUDA before the fork.
+    """
+    return ctx.wanted is True or Hardware().integrated
+
+
 def decode_graphs_only(module: ModuleType, ctx: Context) -> None:
     from vllm.config.compilation import CUDAGraphMode
 
@@ -31,7 +41,8 @@ def decode_graphs_only(module: ModuleType, ctx: Context) -> None:
         model = config.model_config
         # From -O2 on the default is FULL_AND_PIECEWISE; None says that neither -cc nor --enforce-eager decided.
         if (
-            not asked
+            here(ctx)
+            and not asked
             and compilation.cudagraph_mode is None
             and config.optimization_level >= 2
             and model is not None

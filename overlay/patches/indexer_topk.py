@@ -15,12 +15,19 @@ INDEXER_030 = "vllm.model_executor.layers.sparse_attn_indexer_kpool"
 def probe(ctx: Context) -> Verdict:
     if not ctx.sources.has(DISPATCHER):
         return absent("this vLLM has no k-pool indexer (the first came with 0.30.0)")
-    capability = ctx.hardware.capability
-    if capability is not None and capability[0] != 12:
+    if ctx.hardware.lacks(12):
         return absent(f"{ctx.hardware.architecture} is not of the 12.x family")
     if '"persistent"' not in ctx.sources.source_of(DISPATCHER, "SparseIndexerTopk._resolve_auto"):
         return absent("this vLLM's automatic choice is never the persistent top-k")
     return present("the automatic choice on 12.x is the persistent top-k, which drops candidates and may not fit")
+
+
+def here(ctx: Context) -> bool:
+    """The GPU in use is of 12.x; with enabled = true any, so that the choice can be tested elsewhere."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    return ctx.wanted is True or (capability is not None and capability.major == 12)
 
 
 def choose_per_row(module: ModuleType, ctx: Context) -> None:
@@ -28,7 +35,7 @@ def choose_per_row(module: ModuleType, ctx: Context) -> None:
 
     def resolve(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> str:
         choice = wrapped(*args, **kwargs)
-        return "per_row" if choice == "persistent" else choice
+        return "per_row" if choice == "persistent" and here(ctx) else choice
 
     ctx.wrap(module, "SparseIndexerTopk._resolve_auto", resolve)
 
@@ -40,6 +47,8 @@ def call_per_row(module: ModuleType, ctx: Context) -> None:
     torch = module.torch
 
     def persistent_topk(logits: Any, lengths: Any, out: Any, workspace: Any, k: int, max_seq_len: int) -> None:
+        if not here(ctx):
+            return torch.ops._C.persistent_topk(logits, lengths, out, workspace, k, max_seq_len)
         rows = logits.shape[0]
         # Lengths come per request ([B], or [B, next_n] under speculative decoding), logits per row.
         torch.ops._C.top_k_per_row_decode(

@@ -38,7 +38,13 @@ PATCH = Patch(
     until="the scores have a fixed width (#58068) or another default on integrated GPUs",
     targets=(Target(ENVS, "environment_variables"),),
     options=(
-        Option("max_logits_mb", int, 64, "MiB of scores at a time on integrated GPUs, where vLLM's default is 512"),
+        Option(
+            "max_logits_mb",
+            int,
+            64,
+            "MiB of scores at a time on integrated GPUs, where vLLM's default is 512",
+            limits=(1, 65536),
+        ),
     ),
     probe=probe,
     apply={ENVS: lower_default},

@@ -11,8 +11,7 @@ ASKED = "CudaPlatformBase.is_arch_support_pdl"
 
 
 def probe(ctx: Context) -> Verdict:
-    capability = ctx.hardware.capability
-    if capability is not None and capability[0] != 12:
+    if ctx.hardware.lacks(12):
         return absent(f"{ctx.hardware.architecture} is not of the 12.x family")
     if "major >= 9" not in ctx.sources.source_of(CUDA, ASKED):
         return absent("this vLLM does not enable PDL for every capability from 9.0")

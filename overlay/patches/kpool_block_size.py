@@ -17,8 +17,7 @@ PAGE = 64  # entries; DeepGEMM's paged scoring kernel for 12.x takes no other pa
 def probe(ctx: Context) -> Verdict:
     if not ctx.sources.has("vllm.models.glm5next"):
         return absent("this vLLM has no k-pool indexer (the first came with 0.30.0)")
-    capability = ctx.hardware.capability
-    if capability is not None and capability[0] != 12:
+    if ctx.hardware.lacks(12):
         return absent(f"{ctx.hardware.architecture} takes pages of 32 as well")
     if ctx.sources.definition(INDEXER, "Glm5NextIndexerBackend") is not None:
         return absent("the k-pool indexer's backend names its block sizes itself (from 0.32)")

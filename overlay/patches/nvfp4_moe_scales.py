@@ -5,8 +5,8 @@ import logging
 from types import ModuleType
 
 from overlay.context import Context
-from overlay.declare import Option, Patch, Target, Verdict, absent, impossible, present
-from overlay.nvfp4.policy import Policy
+from overlay.declare import Option, Patch, Target, Verdict, absent, present
+from overlay.nvfp4.policy import LARGEST_SCALE, SMALLEST_SCALE, Policy
 
 QUANTIZATION = "vllm.model_executor.layers.quantization"
 MODELOPT = f"{QUANTIZATION}.modelopt"
@@ -46,8 +46,6 @@ def policy(ctx: Context) -> Policy:
 
 def probe(ctx: Context) -> Verdict:
     """Does the installed vLLM create an input scale as uninitialised memory?"""
-    if problem := policy(ctx).problem():
-        return impossible(problem)
     exposed = [name for module, name in (*EXPERTS, *LINEARS) if leaves_input_scale_unset(ctx, module, name)]
     if not exposed:
         return absent("every NVFP4 method of this vLLM gives its input scale a value at creation")
@@ -122,8 +120,8 @@ def correct_marlin(module: ModuleType, ctx: Context) -> None:
     """On a GPU with FP4 tensor cores, rewrite the log line that says it has none."""
     from overlay.nvfp4 import marlin
 
-    capability = ctx.hardware.capability
-    if capability is not None and capability >= (10, 0):
+    devices = ctx.hardware.devices
+    if devices and all(device.capability >= (10, 0) for device in devices):
         logger = logging.getLogger(module.__name__)
         logger.addFilter(marlin.correct)
         ctx.undo.append(lambda: logger.removeFilter(marlin.correct))
@@ -206,6 +204,7 @@ PATCH = Patch(
             'a layer without any usable activation scale: "route" it to a backend with 16-bit activations, "refuse" to '
             "start, or the number to use as its scale",
             choices=("route", "refuse"),
+            limits=(SMALLEST_SCALE, LARGEST_SCALE),
         ),
         Option(
             "some_bad",

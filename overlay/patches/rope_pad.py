@@ -18,8 +18,7 @@ def probe(ctx: Context) -> Verdict:
     if ctx.sources.has("vllm.models.glm5next.common.model"):
         reason = "from 0.31 vLLM stores rows without rope itself: a rope of zeros would only waste them"
         return impossible(reason) if ctx.wanted is True else absent(reason)
-    capability = ctx.hardware.capability
-    if capability is not None and capability[0] != 12:
+    if ctx.hardware.lacks(12):
         return absent(f"{ctx.hardware.architecture} is not of the 12.x family")
     return present("fp8_ds_mla rows need a rope of 64, and the model has none")
 

@@ -24,8 +24,7 @@ def probe(ctx: Context) -> Verdict:
         return impossible(f"other_capabilities: {error}")
     if not ctx.sources.has("vllm.models.glm5next"):
         return absent("this vLLM has no rope-free sparse-MLA model (the first came with 0.30.0)")
-    capability = ctx.hardware.capability
-    if capability is not None and capability[0] != 12 and capability not in opened:
+    if ctx.hardware.lacks(12) and not any(device.capability in opened for device in ctx.hardware.devices):
         return absent(f"{ctx.hardware.architecture} is not of the 12.x family")
     if "bfloat16" in _literals(ctx, "supported_kv_cache_dtypes"):
         return absent("vLLM's own backend for 12.x takes bfloat16 rows")

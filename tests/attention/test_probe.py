@@ -57,6 +57,9 @@ def test_targets_are_as_they_were_written_for(installed):
         ([(12, 1), (12, 1)], "", "present"),
         ([], "", "present"),  # no driver: nothing selects a GPU backend, and nothing must fail
         ([(9, 0)], "", "absent"),
+        ([(12, 0), (8, 6)], "", "present"),  # a card for the screen beside the one that serves
+        ([(8, 6), (12, 0)], "", "present"),
+        ([(8, 6), (9, 0)], "9.0", "present"),
         ([(10, 0)], "9.0", "absent"),
         ([(9, 0)], "9.0", "present"),
         ([(12, 0)], "hopper", "impossible"),

@@ -37,3 +37,10 @@ def test_other_models_and_what_the_user_decided_stay(plans, case):
 
 def test_the_users_own_variable_decides(plans):
     assert plans["asked"]["mode"] == "FULL_AND_PIECEWISE"
+
+
+@pytest.mark.parametrize("where", ["no GPU", "own memory"])
+def test_armed_by_a_front_end_it_decides_nothing_for_other_hardware(plans, where):
+    """A front end without a GPU cannot know that its workers' share the host's memory: vLLM's default stays."""
+    assert plans[where] == plans["stock"]["glm"]
+    assert plans["no GPU, true"] == plans["wrapped"]["glm"]

@@ -33,8 +33,16 @@ def test_other_answers_are_left_alone(answers, case):
     assert answers["wrapped"]["persistent"]["resolved"] == "persistent"
 
 
+@pytest.mark.parametrize("case", [*AUTOMATIC, "persistent"])
+def test_another_card_of_a_mixed_machine_keeps_vllms_choice(answers, case):
+    """Armed because some visible GPU is 12.x; what counts is the one in use. `true` asks for it anywhere."""
+    assert answers["another card"][case] == answers["stock"][case]
+    assert answers["another card, true"][case] == answers["wrapped"][case]
+
+
 def test_the_direct_call_of_0_30(answers):
     if answers["0.30 stock"] is None:
         pytest.skip("this vLLM's indexer asks the dispatcher")
     assert [call["name"] for call in answers["0.30 stock"]] == ["persistent_topk"]
+    assert answers["0.30 another card"] == answers["0.30 stock"]
     assert answers["0.30 wrapped"] == [{"name": "top_k_per_row_decode", "numbers": [4, 8, 4096, 1, 512]}]

@@ -16,8 +16,32 @@ try:
     import vllm
 except ImportError:
     pass
+exec(os.environ.get("THEN", ""))
 print(json.dumps(cloudpickle.loads(bytes.fromhex(os.environ["CALL"]))(None)))
 """
+
+# As jaxtyping's and typeguard's import hooks do: they ask the path finder and wrap its loader, in front of ours.
+BYPASSED = """
+from importlib.machinery import PathFinder
+class Tool:
+    def find_spec(self, name, path=None, target=None):
+        return PathFinder.find_spec(name, path, target) if name == "vllm.envs" else None
+sys.meta_path.insert(0, Tool())
+import vllm.envs
+"""
+
+# A patch fails at its module, and whoever imported it goes on without.
+SWALLOWED = """
+import contextlib
+from overlay.startup import current
+def fail(module, ctx):
+    raise RuntimeError("planted")
+next(e for e in current().entries if e.patch.id == "compile_cache").patch.apply["vllm.envs"] = fail
+with contextlib.suppress(Exception):
+    import vllm.envs
+"""
+
+OLDER = "import overlay.patches.process_proof as proof; del proof.describe"
 
 ENGINE_CORE = """
 import json, os, subprocess, sys
@@ -60,6 +84,9 @@ print(json.dumps({
     "none": start([same, {"PYTHONPATH": os.environ["WITHOUT"]}]),
     "disabled": start([same, {"OVERLAY_DISABLE": "1"}]),
     "other": start([same, {"OVERLAY_PATCHES": "sparse_mla=false"}]),
+    "bypassed": start([same, {"THEN": os.environ["BYPASSED"]}]),
+    "swallowed": start([same, {"THEN": os.environ["SWALLOWED"]}]),
+    "older": start([same, {"THEN": os.environ["OLDER"]}]),
     "killed": start(Dying(RuntimeError("Executor failed: worker 1 died"))),
     "hangs": start(Dying(TimeoutError("RPC call to answer timed out."))),
 }))
@@ -72,7 +99,8 @@ def started(fake_driver, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     site = make(tmp_path_factory.mktemp("site"))
     env = fake_driver((12, 1), overlay=True)
     worker = ANSWER_OF_A_WORKER.replace("import vllm", f"sys.path.insert(0, {str(site)!r}); import vllm")
-    return run_python(ENGINE_CORE, {**env, "WORKER": worker, "WITHOUT": str(site)})
+    then = {"BYPASSED": BYPASSED, "SWALLOWED": SWALLOWED, "OLDER": OLDER}
+    return run_python(ENGINE_CORE, {**env, **then, "WORKER": worker, "WITHOUT": str(site)})
 
 
 def test_equal_workers_pass_on_to_the_stock_method(started: dict[str, list[str]]):
@@ -93,6 +121,28 @@ def test_a_worker_with_another_switch_is_refused_with_what_differs(started: dict
     assert "rank 1 (pid " in message and "differs: patches.sparse_mla.state: off, not " in message
 
 
+@pytest.mark.parametrize(
+    ("which", "reason"),
+    [
+        ("bypassed", "vllm.envs was imported past it, by another import hook or before vllm"),
+        ("swallowed", "it failed: vllm.envs: RuntimeError: planted"),
+    ],
+)
+def test_a_patch_that_is_not_active_where_it_should_be_is_refused(started, which: str, reason: str):
+    """What was decided at `import vllm` is the same on both ranks: the proof is about what happened since."""
+    kind, message = started[which]
+    assert kind == "RanksDiffer"
+    assert f": compile_cache is not what was decided: {reason}" in message
+    assert "rank 1 (pid " in message and "rank 0" not in message and "differs" not in message
+
+
+def test_an_overlay_too_old_to_answer_is_refused_by_rank(started: dict[str, list[str]]):
+    kind, message = started["older"]
+    assert kind == "RanksDiffer"
+    assert "rank 1 (pid " in message
+    assert "runs another version of the overlay, which cannot answer (ImportError" in message
+
+
 @pytest.mark.parametrize(("which", "said"), [("killed", "worker 1 died"), ("hangs", "RPC call to answer timed out")])
 def test_a_worker_that_dies_or_hangs_before_it_answers_stops_the_engine(started, which: str, said: str):
     """With vLLM's own error: the stock method, which would raise AttributeError here, is not reached."""
@@ -109,10 +159,48 @@ def test_differences_name_every_leaf():
     assert differences(ours, ours) == []
 
 
+def said(pid: int, code: str = "1", state: str = "armed", alone: str = "armed", **astray: str) -> dict[str, object]:
+    parts = {"overlay code": code, "patches": {"a": {"state": state}}}
+    without = {"overlay code": code, "patches": {"a": {"state": alone}}}
+    return {"pid": pid, "fingerprint": "f", "parts": parts, "without a GPU": without, "astray": astray}
+
+
 def test_compare_is_silent_only_where_all_agree():
-    said = {"pid": 1, "fingerprint": "f", "parts": {"overlay": "1"}}
-    assert compare([said, dict(said, pid=2)], said) == []
-    assert len(compare([None, dict(said, fingerprint="g", parts={"overlay": "2"})], said)) == 2
+    assert compare([said(1), said(2)], said(0)) == []
+    assert compare([None, said(2, code="2")], said(0)) == [
+        "rank 0 runs without the overlay: PYTHONPATH is not set in its environment",
+        "rank 1 (pid 2) differs: overlay code: 2, not 1",
+    ]
+
+
+def test_a_core_without_a_gpu_is_held_against_what_no_gpu_decides():
+    """Its ranks' GPUs retire what it arms; another switch or another code of its own is still seen."""
+    core, rank = said(0, state="armed"), said(1, state="retired")
+    assert compare([rank, rank], core, has_gpu=False) == []
+    assert compare([rank], core) == ["rank 0 (pid 1) differs: patches.a.state: retired, not armed"]
+    switched = said(0, state="off", alone="off")
+    assert compare([rank], switched, has_gpu=False) == ["rank 0 (pid 1) differs: patches.a.state: armed, not off"]
+    (problem,) = compare([rank], said(0, code="2"), has_gpu=False)
+    assert problem == "rank 0 (pid 1) differs: overlay code: 1, not 2"
+    (problem,) = compare([rank, said(2)], core, has_gpu=False)
+    assert problem == "rank 1 (pid 2) differs: patches.a.state: armed, not retired"
+
+
+def test_strict_false_takes_a_failure_of_all_ranks_and_not_of_some():
+    failed, other = said(1, a="it failed"), said(2, a="it failed too", b="it failed")
+    assert len(compare([failed, failed], said(0))) == 2
+    assert compare([failed, failed], said(0), strict=False) == []
+    (problem,) = compare([failed, other], said(0), strict=False)
+    assert problem == "rank 1 (pid 2): b is not what was decided: it failed"
+    (problem,) = compare([failed, said(2)], said(0), strict=False)
+    assert problem == "rank 0 (pid 1): a is not what was decided: it failed"
+
+
+def test_the_core_itself_is_held_to_what_was_decided():
+    (problem,) = compare([said(1)], said(0, a="it failed"))
+    assert problem == "the engine core (pid 0): a is not what was decided: it failed"
+    alone = said(1, a="it failed")  # one process is core and worker
+    assert compare([alone], alone) == ["rank 0 (pid 1): a is not what was decided: it failed"]
 
 
 def test_status_live_shows_running_processes_and_forgets_the_dead(tmp_path: Path):

@@ -107,3 +107,48 @@ def test_the_shipped_file_sets_every_patch_and_option_with_its_default():
     for number, line in enumerate(lines):
         if line and not line.startswith(("#", "[")):
             assert lines[number - 1].startswith("#"), f"{line!r} has no comment above it"
+
+
+@pytest.mark.parametrize(
+    ("patch", "option", "value", "allowed"),
+    [
+        ("indexer_workspace", "max_logits_mb", "0", "from 1 to 65536"),
+        ("indexer_workspace", "max_logits_mb", "-64", "from 1 to 65536"),
+        ("indexer_workspace", "max_logits_mb", "99999999999999999999", "from 1 to 65536"),
+        ("integrated_memory", "reserve_gib", "-8", "from 0 to 1024"),
+        ("integrated_memory", "reserve_gib", "nan", "from 0 to 1024"),
+        ("integrated_memory", "reserve_gib", "inf", "from 0 to 1024"),
+        ("nvfp4_moe_scales", "all_missing", "0", "from 1.17549e-38 to 10000"),
+        ("nvfp4_moe_scales", "all_missing", "-1.0", "from 1.17549e-38 to 10000"),
+        ("nvfp4_moe_scales", "all_missing", "1e5", "from 1.17549e-38 to 10000"),
+        ("nvfp4_moe_scales", "all_missing", "nan", "from 1.17549e-38 to 10000"),
+    ],
+)
+def test_a_number_outside_its_range_is_refused_with_the_range(
+    file: Path, patch: str, option: str, value: str, allowed: str
+):
+    found = load(file, f"[patches.{patch}]\n{option} = {value}\n")
+    assert isinstance(found, ConfigError)
+    assert str(found).startswith(f"{file}:2: patches.{patch}.{option} is ") and str(found).endswith(allowed)
+
+
+@pytest.mark.parametrize(
+    ("patch", "option", "value"),
+    [
+        ("indexer_workspace", "max_logits_mb", 1),
+        ("integrated_memory", "reserve_gib", 0),
+        ("nvfp4_moe_scales", "all_missing", 1e4),
+        ("nvfp4_moe_scales", "all_missing", 0.002),
+        ("nvfp4_moe_scales", "all_missing", "refuse"),
+    ],
+)
+def test_the_ends_of_a_range_and_words_are_taken(file: Path, patch: str, option: str, value: object):
+    found = load(file, f"[patches.{patch}]\n{option} = {written(value)}\n")
+    assert found.patches[patch].options[option] == value
+
+
+def test_every_number_has_a_range():
+    """A bool is no number; everything else that a user can count with has ends."""
+    for option in [*config.OVERLAY_OPTIONS, *(option for patch in PATCHES for option in patch.options)]:
+        types = option.type if isinstance(option.type, tuple) else (option.type,)
+        assert bool({int, float} & set(types)) == (option.limits is not None), option.name

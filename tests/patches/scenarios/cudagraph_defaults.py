@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from overlay.hardware import Device, Hardware
 from overlay.patches.cudagraph_defaults import ENV
 from tests.attention import models
 from tests.patches import harness
@@ -79,6 +80,14 @@ def run() -> dict[str, Any]:
         }
 
     answers = {"wrapped": cases()}
+    other = Device("NVIDIA GeForce RTX 5090", (12, 0), False)
+    with mock.patch.object(Hardware, "devices", ()):
+        answers["no GPU"] = plan(glm)
+        harness.entry("cudagraph_defaults").context.wanted = True
+        answers["no GPU, true"] = plan(glm)
+        harness.entry("cudagraph_defaults").context.wanted = "auto"
+    with mock.patch.object(Hardware, "devices", (other,)):
+        answers["own memory"] = plan(glm)
     with harness.without("cudagraph_defaults"):
         answers["stock"] = cases()
         os.environ[ENV] = "0"

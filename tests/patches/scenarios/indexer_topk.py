@@ -1,6 +1,9 @@
 """vLLM's real dispatcher: what it resolves to and which operator it calls; 0.30's indexer: which operator it calls."""
 
 import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -66,11 +69,34 @@ def indexer_030() -> list[dict[str, Any]] | None:
     return called(lambda: module.torch.ops._C.persistent_topk(logits, lengths, out, workspace, 512, 16384))
 
 
+@contextmanager
+def on_another_card() -> Iterator[None]:
+    """vLLM's platform sees a GPU of 8.6: the overlay was armed for the 12.1 beside it."""
+    from vllm.platforms import current_platform
+
+    forget = type(current_platform).get_device_capability.cache_clear
+    before, os.environ["OVERLAY_REHEARSAL_CAPABILITY"] = os.environ["OVERLAY_REHEARSAL_CAPABILITY"], "8.6"
+    forget()
+    try:
+        yield
+    finally:
+        os.environ["OVERLAY_REHEARSAL_CAPABILITY"] = before
+        forget()
+
+
 def run() -> dict[str, Any]:
     wrapped, wrapped_030 = measure(), indexer_030()
+    with on_another_card():
+        other, other_030 = measure(), indexer_030()
+        harness.entry("indexer_topk").context.wanted = True
+        tested = measure()
+        harness.entry("indexer_topk").context.wanted = "auto"
     with harness.without("indexer_topk"):
         return {
             "wrapped": wrapped,
+            "another card": other,
+            "another card, true": tested,
+            "0.30 another card": other_030,
             "stock": measure(),
             "0.30 wrapped": wrapped_030,
             "0.30 stock": indexer_030(),
