@@ -1,4 +1,4 @@
-"""Asks the installed vLLM what the audit says of it: module names, labels, processor files. Run as a module; JSON."""
+"""Asks the installed vLLM what the audit says of it: names, labels, processor files, slots. Run as a module; JSON."""
 
 import json
 from itertools import product
@@ -79,6 +79,31 @@ MAPPED = [
 ]
 
 
+# Quark's patterns per layer, each with the format of its weights; and its exclusion list.
+QUARK_BY_LAYER = [
+    {},
+    {"*self_attn*": "fp8_e4m3"},
+    {"*gate_proj": "fp8_e4m3", "*up_proj": "fp8_e4m3"},
+    {"*mlp.gate_proj": "fp8_e4m3"},
+    {"model.layers.1.mlp.experts.0.up_proj": "fp8_e4m3"},
+    {"mlp.experts": "fp8_e4m3", "*": "int8"},
+]
+QUARK_LISTS = [
+    [],
+    ["lm_head"],
+    ["model.layers.1.mlp.experts.3.up_proj"],
+    ["re:.*mlp.experts"],
+    ["model.layers.10.mlp.experts.*.up_proj"],
+]
+# Target lists of two groups of compressed-tensors, which the audit calls by their numbers.
+TARGETS = [
+    [["Linear"], ["re:.*self_attn.*"]],
+    [["re:.*self_attn.*"], ["Linear"]],
+    [["Linear"], ["re:.*mlp.(gate|up)_proj$"]],
+    [["re:.*down_proj"], ["re:.*mlp.*"]],
+]
+
+
 def answer(ask) -> str:
     try:
         return str(ask())
@@ -121,6 +146,80 @@ def mixed() -> dict[str, str]:
     )
     configure_quant_config(config, Glm5NextForConditionalGeneration)
     return {name: answer(lambda name=name: config._resolve_quant_algo(name)) for name in MAPPED}
+
+
+def quark() -> dict[str, dict[str, str]]:
+    """Whether a list excludes a module, and the weights' format by layer. The experts are asked for as such."""
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer as ignored_linear
+    from vllm.model_executor.layers.quantization.quark import quark as module
+    from vllm.models.glm5next import Glm5NextForConditionalGeneration
+
+    packed = Glm5NextForConditionalGeneration.packed_modules_mapping
+    excluded, formats = {}, {}
+    ignored = getattr(module, "should_ignore_layer", ignored_linear)
+    for number, name in product(range(len(QUARK_LISTS)), NAMES):
+        more = {"check_children": name.endswith(".experts")}
+        ask = lambda n=name, e=QUARK_LISTS[number], m=more: ignored(n, ignore=e, fused_mapping=packed, **m)  # noqa: E731
+        excluded[f"{number} {name}"] = answer(ask)
+    for number, name in product(range(len(QUARK_BY_LAYER)), NAMES):
+        by_layer = {pattern: {"weight": {"dtype": kind}} for pattern, kind in QUARK_BY_LAYER[number].items()}
+        settings = {"weight": {"dtype": "int4"}}
+        config = module.QuarkConfig(
+            {"layer_quant_config": by_layer, "layer_type_quant_config": {}, "global_quant_config": settings}
+        )
+        config.packed_modules_mapping = dict(packed)
+        ask = lambda c=config, n=name: c._find_matched_config(n, LinearBase)["weight"]["dtype"]  # noqa: E731
+        formats[f"{number} {name}"] = answer(ask)
+    return {"excluded": excluded, "formats": formats}
+
+
+def targets() -> dict[str, str]:
+    """The number of the group that compressed-tensors finds for a linear module."""
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.layers.quantization.compressed_tensors.utils import find_matched_target
+    from vllm.models.glm5next import Glm5NextForConditionalGeneration
+
+    packed = Glm5NextForConditionalGeneration.packed_modules_mapping
+    linear, found = ReplicatedLinear.__new__(ReplicatedLinear), {}
+    for number, name in product(range(len(TARGETS)), NAMES):
+        groups = {target: str(group) for group, listed in enumerate(TARGETS[number]) for target in listed}
+        found[f"{number} {name}"] = groups.get(find_matched_target(name, linear, groups, packed), "None")
+    return found
+
+
+def slots() -> dict[str, list[bool]]:
+    """Which slots of a fused linear layer's scales are filled by a scale that is stored for the whole, or for a part.
+
+    Last: it sets the process up as one worker on the CPU.
+    """
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+
+    from overlay.nvfp4.cpu_load import start
+
+    start()
+    found = {}
+    with set_current_vllm_config(VllmConfig()):
+        given = {
+            "quant_config": ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True, exclude_modules=[]),
+            "bias": False,
+            "params_dtype": torch.bfloat16,
+        }
+        layers = {
+            "q": QKVParallelLinear(256, 64, 4, 2, prefix="a.qkv_proj", **given),
+            0: MergedColumnParallelLinear(256, [128, 128], prefix="a.gate_up_proj", **given),
+        }
+        for (part, layer), name in product(layers.items(), ("weight_scale_2", "input_scale")):
+            for which in ((), (part,)):
+                parameter = getattr(layer, name)
+                parameter.data.fill_(float("nan"))
+                parameter.weight_loader(parameter, torch.tensor(0.02), *which)
+                key = f"{type(layer).__name__} {name} {'part' if which else 'whole'}"
+                found[key] = (~parameter.data.isnan()).tolist()
+    return found
 
 
 def labels(forms: list[dict]) -> dict[str, str]:
@@ -178,6 +277,9 @@ if __name__ == "__main__":
                 "mixed": mixed(),
                 "labels": labels(forms),
                 "processors": processors(Path(sys.argv[2])),
+                "quark": quark(),
+                "targets": targets(),
+                "slots": slots(),
             }
         )
     )

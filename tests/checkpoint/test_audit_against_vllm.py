@@ -9,7 +9,7 @@ from overlay.checkpoint import audit_modules as kinds
 from overlay.checkpoint import audit_names
 from overlay.checkpoint.audit_config import ALGORITHMS, QuantConfig
 from overlay.checkpoint.audit_modules import Module, modules, shape
-from overlay.checkpoint.audit_names import Conflict, Runtime
+from overlay.checkpoint.audit_names import Conflict, Family, Runtime
 from tests.checkpoint import audit_in_vllm, small
 from tests.conftest import run_python
 
@@ -75,6 +75,59 @@ def test_mixed_precision_is_resolved_as_in_vllm(vllm):
 def module(name: str) -> Runtime:
     kind = {"experts": kinds.ROUTED, "lm_head": kinds.HEAD}.get(name.rpartition(".")[2], kinds.DENSE)
     return Runtime(name, kind, False, (Module(name, kind, False, 0, None, {}),))
+
+
+def linear_or_experts(name: str) -> Runtime:
+    """A module of any kind but the head, which none of these rules is about."""
+    found = module(name)
+    return found if found.kind == kinds.ROUTED else Runtime(name, kinds.DENSE, False, found.members)
+
+
+def test_quark_is_read_as_in_vllm(vllm):
+    def built(name, **settings):
+        everywhere = {"weight": {"dtype": "int4"}}
+        config = QuantConfig("a", {"quant_method": "quark", "global_quant_config": everywhere, **settings}, False)
+        model = Family(True, False, family("nested").packed, frozenset())
+        return audit_names.built(config, linear_or_experts(name), model, settings.get("exclude", ()))
+
+    lists = enumerate(audit_in_vllm.QUARK_LISTS)
+    names = audit_in_vllm.NAMES
+    ours = {f"{i} {n}": answer(lambda n=n, e=e: built(n, exclude=e) is None) for i, e in lists for n in names}
+    assert ours == vllm["quark"]["excluded"]
+    assert set(ours.values()) == {"True", "False"}
+    ours = {}
+    for number, patterns in enumerate(audit_in_vllm.QUARK_BY_LAYER):
+        by_layer = {pattern: {"weight": {"dtype": dtype}} for pattern, dtype in patterns.items()}
+        for name in names:
+            asked = answer(lambda n=name, b=by_layer: built(n, layer_quant_config=b).weights)
+            ours[f"{number} {name}"] = asked.replace("fp8", "fp8_e4m3")
+    assert ours == vllm["quark"]["formats"]
+    assert set(ours.values()) == {"int4", "int8", "fp8_e4m3", "conflict"}
+
+
+def test_compressed_tensors_targets_are_vllms(vllm):
+    ours = {}
+    model = Family(True, False, family("nested").packed, frozenset())
+    for number, lists in enumerate(audit_in_vllm.TARGETS):
+        groups = {
+            str(i): {"targets": targets, "weights": {"num_bits": i, "type": "int"}} for i, targets in enumerate(lists)
+        }
+        config = QuantConfig("a", {"quant_method": "compressed-tensors", "config_groups": groups}, False)
+        for name in audit_in_vllm.NAMES:
+            linear = Runtime(name, kinds.DENSE, False, module(name).members)
+            scheme = audit_names.built(config, linear, model, ())
+            ours[f"{number} {name}"] = scheme.weights.removeprefix("int") if scheme else "None"
+    assert ours == vllm["targets"]
+    assert set(ours.values()) == {"0", "1", "None"}
+
+
+def test_a_part_fills_its_own_slot_and_a_fused_scale_all(vllm):
+    """So a lone filled slot of a linear layer means that the other parts' scales are missing."""
+    slots = vllm["slots"]
+    assert len(slots) == 8
+    for key, filled in slots.items():
+        assert len(filled) == (3 if key.startswith("QKV") else 2)
+        assert filled == ([True] * len(filled) if key.endswith("whole") else [True] + [False] * (len(filled) - 1)), key
 
 
 def test_promotion_to_w4a16_is_vllms(vllm):
