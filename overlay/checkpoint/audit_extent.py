@@ -1,5 +1,6 @@
 """What config.json announces against what the checkpoint has: layers, experts, the draft layer, the vision path."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -38,7 +39,9 @@ def incomplete(modules: Sequence[Module], extent: Shape) -> list[Finding]:
                 "serve without --speculative-config, or get the export that has them",
             )
         )
-    if draft and not extent.mtp_layers:
+    # What stands below `mtp.` is left out of the main model (qwen3_5.py, nemotron_h.py); layers after its last are not.
+    numbered = any(module.mtp and not re.search(r"(^|\.)mtp\.", module.name) for module in modules)
+    if numbered and not extent.mtp_layers:
         found.append(
             warning(
                 "mtp_not_announced",

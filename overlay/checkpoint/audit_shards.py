@@ -47,7 +47,8 @@ def read(folder: Path) -> Weights:
         named = set(index.values())
         found += _absent_files(named - set(present), index)
         chosen = [name for name in chosen if name in named]
-    found += _other_sets(list(present), consolidated, index)
+    mistral = (folder / "params.json").exists()
+    found += _other_sets(list(present), consolidated, index, mistral)
     if index is None:
         found += _unnumbered(chosen)
     tensors, seen_in, readable = {}, {}, set()
@@ -117,10 +118,25 @@ def _absent_files(names: set[str], index: Mapping[str, str]) -> list[Finding]:
     )
 
 
-def _other_sets(present: Sequence[str], consolidated: Sequence[str], index: Mapping[str, str] | None) -> list[Finding]:
-    """A second set of weights in the folder, and files that the index does not name."""
+def _other_sets(
+    present: Sequence[str], consolidated: Sequence[str], index: Mapping[str, str] | None, mistral: bool
+) -> list[Finding]:
+    """A second set of weights in the folder, and files that the index does not name.
+
+    `mistral`: params.json is there as well, which vLLM then takes in place of config.json: Mistral's own releases are
+    made like this.
+    """
     if consolidated and len(consolidated) < len(present):
         rest = [name for name in present if name not in consolidated]
+        if mistral:
+            return [
+                warning(
+                    "two_weight_sets",
+                    f"{some(consolidated)} and params.json stand beside {some(rest)} and config.json",
+                    "vLLM's formats `auto` take the former; config.json, which is judged here, describes the latter",
+                    "--config-format hf --load-format safetensors serves what config.json describes",
+                )
+            ]
         return [
             error(
                 "two_weight_sets",

@@ -133,6 +133,15 @@ def test_layers_under_another_name_are_not_missing(tmp_path):
     assert findings(examine(tmp_path, (settings, tensors, {}))) == {}
 
 
+def test_tensors_below_mtp_need_no_announcement(tmp_path):
+    """vLLM's Qwen and Nemotron models leave them out, whatever config.json counts."""
+    settings, tensors = public.nemotron()
+    quantization = public.nemotron_whole()[0]["quantization_config"]
+    quantization["ignore"].append("mtp*")
+    tensors |= each(plain, "mtp.layers.0.mixer.", QKVO)
+    assert findings(examine(tmp_path, ({**settings, "quantization_config": quantization}, tensors, {}))) == {}
+
+
 def nvfp4_linears(*groups):
     """A compressed-tensors configuration of these (targets, bits) in this order."""
     found = {}

@@ -75,6 +75,12 @@ def test_a_consolidated_set_beside_the_shards(folder):
     assert set(audit_shards.read(folder).tensors) == {"layers.0.a.weight"}
 
 
+def test_mistrals_own_releases_have_both_sets(folder):
+    small.write_file(folder / "consolidated.safetensors", small.plain("layers.0.a"))
+    (folder / "params.json").write_text("{}")
+    assert checks(folder) == {"two_weight_sets": "warning"}
+
+
 def test_a_consolidated_set_alone(tmp_path):
     small.write_file(tmp_path / "consolidated.safetensors", small.plain("a"))
     assert checks(tmp_path) == {}
