@@ -110,7 +110,7 @@ def test_ranks_that_write_the_header_at_once_all_find_it_whole(tmp_path):
     env = SimpleNamespace(FLASHINFER_INCLUDE_DIR=tmp_path / "include", FLASHINFER_GEN_SRC_DIR=tmp_path / "generated")
     fork = multiprocessing.get_context("fork")
     barrier = fork.Barrier(4, timeout=60)
-    ranks = [fork.Process(target=write_header, args=(env, barrier, 25)) for _ in range(4)]
+    ranks = [fork.Process(target=write_header, args=(env, barrier, 100)) for _ in range(4)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
