@@ -155,10 +155,11 @@ def computes_w4a16(method: object) -> bool:
     backend = method.nvfp4_backend
     if backend.name in WEIGHT_ONLY_BACKENDS | DYNAMIC_BACKENDS:
         return backend.name in WEIGHT_ONLY_BACKENDS
+    if getattr(method, "use_a16", False) or backend.name != "B12X":
+        return getattr(method, "use_a16", False)
     from vllm.model_executor.layers.fused_moe.oracle import nvfp4 as oracle
 
-    forced = getattr(oracle, "_use_a16", None)  # b12x, since 0.30, can be told to run as W4A16
-    return getattr(method, "use_a16", False) or bool(forced and forced(backend, False))
+    return oracle._use_a16(backend, False)  # since 0.30, as b12x is; VLLM_B12X_MOE_FP4_FORCE_A16 asks for it
 
 
 def reads_no_input_scale(method: object) -> bool:

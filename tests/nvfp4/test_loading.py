@@ -217,7 +217,8 @@ class TestScales:
     def test_one_input_scale_for_gate_and_up(self, wrapped, form):
         outcome = wrapped[f"{form}/gate alone"]
         assert all(is_right(layer) for layer in experts(outcome))
-        assert [line for line in outcome["log"] if "no usable value for gate or up in w13_input_" in line]
+        told = [line for line in outcome["log"] if "no usable value for gate or up in w13_input_" in line]
+        assert bool(told) == (form != "quark")  # of whose experts vLLM writes any input scale to both halves
 
     def test_one_global_scale_for_gate_and_up(self, stock, wrapped, form):
         """Gate's is what vLLM computes both with, and what a fused gate_up has; of up's alone it would know nothing."""
