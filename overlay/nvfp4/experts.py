@@ -272,7 +272,7 @@ def verify(method: object, layer: torch.nn.Module, form: ExpertFormat) -> None:
             f"The layer would compute with {method.nvfp4_backend.value} and with scales that nobody loaded, in a way "
             "that the overlay does not know. Use --moe-backend marlin, which needs no input scales."
         )
-        raise subject.refuse("numbers that are none after the conversion", " and ".join(bad), way_out)
+        raise subject.refuse("numbers that are not finite after the conversion", " and ".join(bad), way_out)
 
 
 def fold_input_scales(method: object, layer: torch.nn.Module, form: ExpertFormat, global_scales: torch.Tensor) -> None:

@@ -103,6 +103,7 @@ def everything(base: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         "derived/dead": lambda: derived_method(base, dead_expert),
         "derived/none": lambda: derived_method(base, without_experts_input_scales),
         "derived/mismatch": lambda: derived_method(base, scaled("globals", 4.0, "experts.1.up")),
+        "net": lambda: unknown_way(base),
         "marlin": marlin_line,
         **{f"fused/{form}": functools.partial(fused_scales, form) for form in FORMATS},
         "probe": lambda: probe(inverted=False),
@@ -280,6 +281,16 @@ def derived_method(base: Path, edit: Callable) -> dict[str, Any]:
     with poisoned(1e30), mock.patch.object(ModelOptNvFp4Config, "FusedMoEMethodCls", OwnModelOptMethod):
         load(folder)
     return {"scales": seen}
+
+
+def unknown_way(base: Path) -> dict[str, Any]:
+    """A layer whose missing input scales nobody settles, as if there were a way to its kernel that we do not know."""
+    folder = write(
+        base / "net", MODELOPT, False, tensors(FORMATS["modelopt"], without("input", "experts")(FORMATS["modelopt"]))
+    )
+    with poisoned(1e30), mock.patch("overlay.nvfp4.experts.settle_input_scales", return_value=""):
+        model, _ = load(folder)
+    return describe(model)
 
 
 def marlin_line() -> dict[str, Any]:

@@ -286,6 +286,12 @@ def scenarios() -> dict[str, Scenario]:
     attention = (*HEADS, "self_attn")
     found["mixed/none"] = Scenario(without_input_scales, quantization=MIXED, unquantised=attention)
     found["mixed/complete"] = Scenario(complete, quantization=MIXED, unquantised=attention)
+    found["linears/FP8 alone"] = Scenario(
+        stored_otherwise("FP8"),
+        quantization={**MODELOPT, "quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "ignore": ["lm_head", "*mlp*"]},
+        unquantised=(*HEADS, ".experts."),
+        poison=1e30,
+    )
     for algorithm in OTHER_ALGORITHMS:
         found[f"linears/{algorithm}"] = Scenario(
             stored_otherwise(algorithm), quantization=other_linears(algorithm), unquantised=HEADS, poison=1e30

@@ -103,9 +103,11 @@ GOOD = {name: torch.ones(4) for name in experts.WEIGHT_FACTORS + experts.INPUT_F
 
 @pytest.mark.parametrize("name", GOOD)
 @pytest.mark.parametrize("bad", [NAN, math.inf])
-def test_no_layer_is_served_with_numbers_that_are_none(name, bad):
+def test_no_layer_is_served_with_numbers_that_are_not_finite(name, bad):
     quant = SimpleNamespace(**GOOD | {name: torch.tensor([1.0, 1.0, bad, 1.0])})
-    with pytest.raises(ScaleError, match=f"experts experts: numbers that are none after the conversion in {name}\\."):
+    with pytest.raises(
+        ScaleError, match=f"experts experts: numbers that are not finite after the conversion in {name}\\."
+    ):
         experts.verify(method(moe_quant_config=quant), Layer(128), experts.MODELOPT)
 
 
