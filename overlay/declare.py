@@ -4,7 +4,6 @@ A patch knows its own targets and nothing of the other patches. The registry dec
 decides, from the installed sources and the hardware, whether its fault is present.
 """
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -94,7 +93,3 @@ class Patch:
     options: tuple[Option, ...] = ()
     default: Switch = "auto"
     requires: tuple[str, ...] = field(default=("wrapt",))
-
-    @property
-    def logger(self) -> logging.Logger:
-        return logging.getLogger(f"overlay.{self.id}")

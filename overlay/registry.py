@@ -1,8 +1,6 @@
 """The patches in their order, what each is to do in this process, and what it has done."""
 
 import importlib
-import importlib.metadata
-import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +13,7 @@ from overlay.context import Context
 from overlay.declare import NotNeeded, Patch, Target
 from overlay.errors import PatchError
 from overlay.hardware import Hardware
+from overlay.packages import PACKAGES
 from overlay.sources import VllmSources
 
 # Order of the table in the documentation, and of application where two patches hook one module.
@@ -35,9 +34,6 @@ PATCH_IDS: tuple[str, ...] = (
     "compile_cache",
     "process_proof",
 )
-
-# What a package is called on PyPI, for the message that asks for it.
-_PIP = {"wrapt": "pip install 'wrapt>=2.5,<3'", "cupy": "pip install cupy-cuda12x  (or cupy-cuda13x; never both)"}
 
 
 class State(StrEnum):
@@ -152,16 +148,10 @@ def _mismatch(target: Target, sources: VllmSources) -> str | None:
 
 
 def _missing(patch: Patch) -> str | None:
-    """Names the first package that the patch needs and this Python does not have, with the pip line."""
-    for package in patch.requires:
-        if importlib.util.find_spec(package) is None:
-            bundles = carried.others()
-            unfit = f" (the bundle's are for {', '.join(bundles)}; this is {carried.tag()})" if bundles else ""
-            return f"the package {package} is not installed: {_PIP[package]}{unfit}"
-        if package == "wrapt":
-            version = importlib.metadata.version("wrapt")
-            if tuple(int(part) for part in version.split(".")[:2]) < (2, 5):
-                return f"wrapt {version} is too old, 2.5 brought the removal of wrappers: {_PIP[package]}"
+    """Names the first package that the patch needs and this Python lacks, or has too old a version of."""
+    if problem := next(filter(None, (PACKAGES[package].problem() for package in patch.requires)), None):
+        bundles = carried.others()
+        return f"{problem} (the bundle's are for {', '.join(bundles)}; this is {carried.tag()})" if bundles else problem
     return None
 
 

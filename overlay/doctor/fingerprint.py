@@ -16,7 +16,7 @@ from overlay.fingerprint import fingerprint
 
 
 def of(around: Surroundings) -> dict[str, str]:
-    """`overlay`, `packages`, `libraries`, `machine` and `all`: 12 hexadecimal digits each (`overlay`: 16, as `status` prints it)."""
+    """`overlay`, `packages`, `libraries`, `machine` and `all`: hexadecimal digits, 16 of `overlay` and else 12."""
     parts = {
         "overlay": _overlay(around),
         "packages": _digest(_packages()),

@@ -8,10 +8,10 @@ from importlib import metadata
 
 from overlay.doctor.checks import Outcome, Surroundings, failed, passed, warned
 from overlay.errors import OverlayError
+from overlay.packages import CUPY, WRAPT
 from overlay.registry import State
 from overlay.sources import TESTED_FROM, TESTED_TO
 
-CUPY = "pip install cupy-cuda12x (or cupy-cuda13x in its place, never both)"
 # Packages whose pins matter on this hardware: FlashInfer nightlies move NCCL and the cutlass DSL without a word.
 PINNED = re.compile(
     r"torch|triton|flashinfer|nvidia-(nccl|cutlass-dsl|cudnn|nvshmem)|cuda-(toolkit|bindings)|apache-tvm|quack"
@@ -63,12 +63,11 @@ def versions(around: Surroundings) -> Outcome:
     found |= dict(cupy_wheels())
     text = ", ".join(f"{name} {value}" for name, value in found.items() if value)
     text = f"Python {sys.version.split()[0]}, {text}"
-    if found["wrapt"] is None:
-        return failed(f"{text}; wrapt is missing", "pip install 'wrapt>=2.5,<3'")
-    if _release(found["wrapt"]) < (2, 5):
-        return failed(f"{text}; wrapt is too old", "pip install 'wrapt>=2.5,<3'")
-    if not any(name.startswith("cupy") for name in found):
-        return warned(f"{text}; there is no CuPy, which the sparse-MLA kernel needs", CUPY)
+    if problem := WRAPT.problem():
+        return failed(f"{text}; {problem}", WRAPT.pip)
+    if problem := CUPY.problem():
+        says = failed if any(CUPY.installed()) else warned  # who uses NVFP4 repair alone needs none
+        return says(f"{text}; {problem} (for the sparse-MLA kernel)", CUPY.pip)
     return passed(text)
 
 
@@ -76,7 +75,7 @@ def cupy(around: Surroundings) -> Outcome:
     """Two CuPy wheels put their files over each other."""
     wheels = [f"{name} {value}" for name, value in cupy_wheels()]
     if len(wheels) > 1:
-        return failed(f"{' and '.join(wheels)} are installed at once", "pip uninstall both, then " + CUPY)
+        return failed(f"{' and '.join(wheels)} are installed at once", "pip uninstall both, then " + CUPY.pip)
     return passed(wheels[0] if wheels else "no CuPy wheel")
 
 
@@ -147,7 +146,3 @@ def version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _release(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from overlay.kernel import source
 from overlay.kernel.errors import CompileError
 from overlay.kernel.variants import Variant
+from overlay.packages import CUPY
 
 # -ftz as CuPy's own compiler adds it; -v makes ptxas report registers and spills in the program's log.
 OPTIONS = ("--std=c++17", "-ftz=true", "--ptxas-options=-v")
 MERGE = "merge_splits"
 INDEX_ROWS = "index_rows"
 
-_CUPY = "pip install cupy-cuda12x (or cupy-cuda13x in its place, never both)"
 _NVRTC = "pip install 'nvidia-cuda-nvrtc>=13', or run where torch's own CUDA libraries are installed"
 
 
@@ -155,7 +155,7 @@ def _nvrtc():
     try:
         from cupy_backends.cuda.libs import nvrtc
     except ImportError as error:
-        raise CompileError(f"CuPy cannot be imported ({error}): {_CUPY}") from None
+        raise CompileError(f"CuPy cannot be imported ({error}): {CUPY.pip}") from None
     return nvrtc
 
 

@@ -9,6 +9,7 @@ import torch
 from overlay.kernel.build import Program, build, nvrtc_version
 from overlay.kernel.cache import obtain
 from overlay.kernel.errors import KernelError
+from overlay.packages import CUPY
 
 _open_files: list[int] = []
 
@@ -82,7 +83,7 @@ def _cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise KernelError(f"CuPy cannot be imported ({error}): pip install cupy-cuda12x or cupy-cuda13x") from None
+        raise KernelError(f"CuPy cannot be imported ({error}): {CUPY.pip}") from None
     return cupy
 
 

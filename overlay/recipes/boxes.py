@@ -227,8 +227,8 @@ _RECIPES = (
         draft_tokens=3,
         reports=(),
         notes=(
-            "8 heads on each rank: every rank gathers the same rows for an eighth of the heads, so the kernel waits for "
-            "memory and not for tensor cores. That is the price of TP 8.",
+            "8 heads on each rank: every rank gathers the same rows for an eighth of the heads, so the kernel waits "
+            "for memory and not for tensor cores. That is the price of TP 8.",
             "Livelocks of RTX 5090 boxes are reported (vllm-project/vllm#51921); their cause is open and no patch here "
             "claims to cure them.",
         ),

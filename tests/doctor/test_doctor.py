@@ -169,8 +169,16 @@ def test_two_cupy_wheels(tmp_path):
 def test_an_old_wrapt(tmp_path):
     status, state, what, fix = one("versions", env=distribution(tmp_path, "wrapt", "1.16.0"))
     assert (status, state) == (1, "fail")
-    assert "wrapt is too old" in what
+    assert "is too old, 2.5 brought the removal of wrappers" in what
     assert "wrapt>=2.5" in fix
+
+
+def test_an_old_cupy(tmp_path):
+    """13.6 cannot use the NVRTC of torch's CUDA 13 wheels, and its lack of a call shows after the weights."""
+    status, state, what, fix = one("versions", env=distribution(tmp_path, "cupy-cuda12x", "13.6.0"))
+    assert (status, state) == (1, "fail")
+    assert "cupy-cuda12x 13.6.0 is too old, 14.2 finds the NVRTC that torch brings" in what
+    assert ">=14.2,<15" in fix
 
 
 def test_a_moved_pin(tmp_path):

@@ -16,16 +16,22 @@ from overlay import measurement
 # What is injected or tried, and where.
 MODULES = {
     "configuration": ["tests/startup/test_config.py", "tests/startup/test_import_vllm.py"],
-    "installation of vLLM": ["tests/startup/test_faults.py"],
+    "installation of vLLM": ["tests/startup/test_faults.py", "tests/startup/test_editable.py"],
     "import hooks and other tools": ["tests/startup/test_hooks.py"],
     "interpreter and PYTHONPATH": ["tests/startup/test_interpreter.py"],
-    "processes of an engine": ["tests/patches/test_process_proof.py"],
+    "processes of an engine": ["tests/patches/test_process_proof.py", "tests/startup/test_live.py"],
+    "other people's logging": ["tests/startup/test_log.py"],
+    "the rehearsal's stub driver": ["tests/rehearsal/test_driver.py"],
     "kernel cache": ["tests/kernel/test_cache.py", "tests/reliability/test_interrupted_compile.py"],
     "compiler": ["tests/kernel/test_compile.py"],
     "arguments of the kernels": ["tests/kernel/test_contract.py", "tests/kernel/test_contract_fuzz.py"],
     "safetensors headers": ["tests/checkpoint/test_audit_headers.py"],
     "the load test itself": ["tests/reliability/test_load.py"],
-    "children of the GPU tests": ["tests/reliability/test_jobs.py", "tests/reliability/test_rank_child.py"],
+    "children of the GPU tests": [
+        "tests/reliability/test_jobs.py",
+        "tests/reliability/test_engine_driver.py",
+        "tests/reliability/test_rank_child.py",
+    ],
 }
 
 

@@ -137,7 +137,7 @@ def test_a_target_that_is_gone(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("package", "pip"), [("wrapt", "pip install 'wrapt>=2.5,<3'"), ("cupy", "pip install cupy-cuda12x")]
+    ("package", "pip"), [("wrapt", "pip install 'wrapt>=2.5,<3'"), ("cupy", "pip install 'cupy-cuda12x>=14.2,<15'")]
 )
 def test_a_missing_package_is_named_with_the_pip_line(vllm: Path, package: str, pip: str):
     done = run(f"import sys; sys.modules[{package!r}] = None\n" + TWICE, vllm, OVERLAY_PATCHES="sparse_mla=true")
@@ -147,6 +147,22 @@ def test_a_missing_package_is_named_with_the_pip_line(vllm: Path, package: str, 
 def test_a_wrapt_that_is_too_old_is_named(vllm: Path):
     code = "import importlib.metadata as m; m.version = lambda name: '2.4.1'\n" + TWICE
     assert "wrapt 2.4.1 is too old, 2.5 brought the removal of wrappers: pip install" in run(code, vllm).stdout
+
+
+def test_a_cupy_that_is_too_old_is_named():
+    """Where the first thing to miss it would be the kernel, after the weights; by the patch that needs it."""
+    code = """
+import importlib.metadata as metadata
+real = metadata.version
+metadata.version = lambda name: "13.6.0" if name == "cupy-cuda12x" else real(name)
+from overlay import registry
+from overlay.patches import process_proof, sparse_mla
+print(registry._missing(sparse_mla.PATCH))
+print(registry._missing(process_proof.PATCH))
+"""
+    answer = run(code).stdout.splitlines()
+    assert answer[0].startswith("cupy-cuda12x 13.6.0 is too old, 14.2 finds the NVRTC that torch brings: pip install")
+    assert answer[1] == "None"
 
 
 @pytest.mark.parametrize("version", ["0.1.dev20051+g0123abc", "0.34.0", "0.26.0"])
