@@ -19,7 +19,11 @@ MODULES = {
     "installation of vLLM": ["tests/startup/test_faults.py", "tests/startup/test_editable.py"],
     "import hooks and other tools": ["tests/startup/test_hooks.py"],
     "interpreter and PYTHONPATH": ["tests/startup/test_interpreter.py"],
-    "processes of an engine": ["tests/patches/test_process_proof.py", "tests/startup/test_live.py"],
+    "processes of an engine": [
+        "tests/patches/test_process_proof.py",
+        "tests/patches/test_process_proof_apart.py",
+        "tests/startup/test_live.py",
+    ],
     "other people's logging": ["tests/startup/test_log.py"],
     "the rehearsal's stub driver": ["tests/rehearsal/test_driver.py"],
     "kernel cache": ["tests/kernel/test_cache.py", "tests/reliability/test_interrupted_compile.py"],
