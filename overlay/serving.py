@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from overlay import live
+from overlay import endings, live
 from overlay.config import ROOT
 from overlay.errors import OverlayError
 
@@ -77,8 +77,8 @@ def serve(
 ) -> Iterator[Server]:
     """Start `vllm serve`, wait until /health answers, and stop its whole process group at the end.
 
-    Also at an exception, Ctrl-C or SIGTERM: engine core and workers are in the group and hold the GPU's memory. Raises
-    ServerError where it exits or is not healthy within `timeout` seconds.
+    Also at an exception, Ctrl-C, SIGTERM or SIGHUP: engine core and workers are in the group and hold the GPU's memory.
+    Raises ServerError where it exits or is not healthy within `timeout` seconds.
     """
     port = free_port()
     entries = [entry for entry in base.get("PYTHONPATH", "").split(os.pathsep) if entry and Path(entry) != ROOT]
@@ -86,16 +86,17 @@ def serve(
     env.pop("OVERLAY_DISABLE", None)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *flags]
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    with log.open("w") as output:
-        process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    server = Server(process, port, str(model), log)
-    try:
-        _wait_until_healthy(server, timeout, progress)
-        yield server
-    finally:
-        stop(process)
-        signal.signal(signal.SIGTERM, previous)
+    with endings.as_exceptions():
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        server = Server(process, port, str(model), log)
+        try:
+            _wait_until_healthy(server, timeout, progress)
+            yield server
+        finally:
+            stop(process)
 
 
 def free_port() -> int:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import signal
 import sys
 from pathlib import Path
 
@@ -51,16 +50,15 @@ def run(options: argparse.Namespace) -> int:
         outputs.require_file(options.plot, "--plot")
         report.figure_class()
     chosen = cases.grid(options.heads or cases.HEADS, options.tokens or cases.TOKENS)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     rows, stopped = [], None
     try:
         for row in runner.measure(chosen, with_peers=not options.no_peers):
             rows.append(row)  # one by one: what was measured in minutes is not lost with the case that ends the run
-    except (KeyboardInterrupt, Exception) as error:
+    except (KeyboardInterrupt, SystemExit, Exception) as error:
         if not rows:
             raise
         stopped = error
-        why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+        why = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "interrupted"
         print(f"{why}\nbars are judged by the cases so far, and those without theirs are not met", file=sys.stderr)
     verdict = bars.bars(rows)
     document = report.document(rows, verdict, complete=stopped is None)
@@ -71,8 +69,6 @@ def run(options: argparse.Namespace) -> int:
     print(f"kept in {file}", file=sys.stderr)
     if options.plot:
         report.plot(rows, options.plot)
-    if isinstance(stopped, KeyboardInterrupt):
-        return 130
     if stopped is not None:
         raise stopped
     return 1 if options.check and not all(bar.met for bar in verdict) else 0

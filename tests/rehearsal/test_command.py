@@ -245,7 +245,8 @@ def test_two_columns_never_speak_at_once(monkeypatch: pytest.MonkeyPatch, model:
     assert len(together) == 400 and max(len(lines) for lines in together) == 1
 
 
-def test_a_rehearsal_that_is_terminated_leaves_no_children() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_rehearsal_that_is_terminated_leaves_no_children(number: int) -> None:
     command = [sys.executable, "-m", "overlay", "rehearse", "--model", str(GEOMETRY), "--capability", "12.1"]
     started = subprocess.Popen(command, cwd=columns.ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     with started:
@@ -253,8 +254,8 @@ def test_a_rehearsal_that_is_terminated_leaves_no_children() -> None:
         while waiting_for:  # until both children run
             waiting_for.discard(started.stderr.readline().split()[0])
         children = psutil.Process(started.pid).children(recursive=True)
-        started.terminate()
-        assert started.wait(60) == 128 + signal.SIGTERM
+        started.send_signal(number)
+        assert started.wait(60) == 128 + number
     assert children and not [child for child in children if child.is_running() and child.status() != "zombie"]
 
 

@@ -123,7 +123,7 @@ def test_a_server_that_never_is_healthy(base: dict[str, str], tmp_path: Path) ->
     assert not alive(core_pid(log))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_takes_the_server_along(base: dict[str, str], tmp_path: Path, number: int) -> None:
     log = tmp_path / "log"
     code = f"""
