@@ -82,7 +82,7 @@ def test_a_file_that_does_not_say_enough(wrapped, name):
     assert f"{missing} 'w2_input_scale'" in wrapped["public/unrecognised"]["error"]
 
 
-@needs_glm
+@pytest.mark.skipif(not installed.NATIVE_WRITES_ROWS, reason="in 0.30 GLM's attention needs a kernel that needs a GPU")
 def test_tiny_checkpoint_with_one_value_for_gate_up(stock, wrapped):
     """GLM's own model class, from a checkpoint that `python -m overlay tiny` wrote."""
     before, after = stock["tiny/genuine_w4a4"], wrapped["tiny/genuine_w4a4"]
