@@ -225,8 +225,8 @@ def test_marlins_line_about_the_gpu(stock, wrapped):
 def test_other_algorithms_are_not_touched(stock, wrapped, algorithm):
     """FP8 and MXFP8 beside NVFP4 experts: since 0.30 the method that serves them is the one that serves NVFP4."""
     before, after = stock[f"linears/{algorithm}"], wrapped[f"linears/{algorithm}"]
-    if not installed.since(0, 30) and "error" in before:
-        assert after["error"] == before["error"]
+    if not installed.since(0, 30) and "error" in before:  # whose mixed precision does not know the algorithm
+        assert f"the checkpoint quantises it with {algorithm}, which" in after["error"]
         return
     assert algorithm == "FP8 alone" or all(is_right(layer) for layer in experts(after))
     assert after["digests"] == before["digests"]
