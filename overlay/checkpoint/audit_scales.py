@@ -197,7 +197,8 @@ def _global_scales(scales: Iterable[Scales]) -> list[Finding]:
             "weight_scale_unusable",
             f"{label}{layers_text(where)}: global weight scale {text}",
             "vLLM multiplies by it, or by its neighbour's instead, without a look: garbage or NaN from this module",
-            "nothing can restore it (with the overlay vLLM refuses the layer by name): download again, or export again",
+            "nothing can restore it: download again, or export again (the overlay refuses the layer by name, but for "
+            "experts that all have gate's scale alone, where it warns: vLLM computes up with gate's as well)",
         )
         for (label, text), where in broken.items()
     ]
