@@ -96,7 +96,8 @@ def serve(
             _wait_until_healthy(server, timeout, progress)
             yield server
         finally:
-            stop(process)
+            with endings.undisturbed():
+                stop(process)
 
 
 def free_port() -> int:

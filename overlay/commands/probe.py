@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     from overlay import measurement, outputs
 
     if options.keep:
-        outputs.require_folder(measurement.DIRECTORY, "--keep:")
+        outputs.require_folder(measurement.DIRECTORY, "--keep")
     has_gpu = Hardware().capability is not None
     part = PARTS[options.probe]
     arguments = {name: value for name in ("plant", "heads") if (value := getattr(options, name, None)) is not None}

@@ -23,7 +23,8 @@ def kernel_cache(around: Surroundings) -> Outcome:
     try:
         cache.prepare(directory)
     except OSError as problem:
-        return failed(f"{directory} cannot be used: {problem.strerror or problem}", f"chmod 700 {directory}")
+        what, _, cure = (problem.strerror or str(problem)).partition("; ")
+        return failed(f"{directory} cannot be used: {what}", cure or "set XDG_CACHE_HOME to a folder of yours")
     if not os.access(directory, os.W_OK | os.X_OK):
         return warned(f"{directory} cannot be written to: every process compiles the kernel anew", "set XDG_CACHE_HOME")
     binaries = list(directory.glob("*.cubin"))

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shlex
 import stat
 import tempfile
 import time
@@ -63,15 +64,20 @@ def obtain(
 
 
 def prepare(directory: Path) -> None:
-    """Create the directory for this user alone; OSError where it cannot be used or others can write to it."""
+    """Create the directory for this user alone; OSError, with the cure, where it cannot be used or others may write."""
     if not directory.is_absolute():
         raise FileNotFoundError(0, "there is no home directory; set XDG_CACHE_HOME")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
     # A binary from here runs in this process with all its rights.
-    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_uid not in (os.geteuid(), 0):
         raise PermissionError(
-            0, f"other users can write to it (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}); chmod 700"
+            0, f"user {status.st_uid} owns it and can write to it; set XDG_CACHE_HOME to a folder of yours"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = stat.S_IMODE(status.st_mode)
+        raise PermissionError(
+            0, f"other users can write to it (mode {mode:o}); chmod 700 {shlex.quote(str(directory))}"
         )
 
 

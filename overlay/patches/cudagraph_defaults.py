@@ -40,14 +40,19 @@ def decode_graphs_only(module: ModuleType, ctx: Context) -> None:
         compilation = config.compilation_config
         model = config.model_config
         # From -O2 on the default is FULL_AND_PIECEWISE; None says that neither -cc nor --enforce-eager decided.
-        if (
-            here(ctx)
-            and not asked
+        concerned = (
+            not asked
             and compilation.cudagraph_mode is None
             and config.optimization_level >= 2
             and model is not None
             and set(model.architectures) & set(ARCHITECTURES)
-        ):
+        )
+        if concerned and not here(ctx) and not Hardware().devices:
+            ctx.log.warning(
+                "no GPU is visible where the engine is configured: CUDA graphs are left as vLLM has them; on GB10, "
+                "which loses most of its KV cache to them, set [patches.cudagraph_defaults] enabled = true"
+            )
+        if concerned and here(ctx):
             compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
             ctx.log.info(
                 "CUDA graphs: decode batches only, so that the KV cache keeps the memory of piecewise graphs; "

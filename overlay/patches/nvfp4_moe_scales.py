@@ -17,6 +17,7 @@ QUARK_LINEAR = f"{QUANTIZATION}.quark.schemes.quark_nvfp4"
 MODEL_LOADER = "vllm.model_executor.model_loader.utils"
 RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 RELOAD_TENSORS = "vllm.model_executor.model_loader.reload.meta"
+EXPERT_CONFIG = "vllm.model_executor.layers.fused_moe.config"
 ORACLE = "vllm.model_executor.layers.fused_moe.oracle.nvfp4"
 LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
 MARLIN_EXPERTS = f"{QUANTIZATION}.utils.marlin_utils_fp4"
@@ -161,7 +162,11 @@ def targets() -> tuple[Target, ...]:
         Target(MODELOPT, "ModelOptQuantConfigBase.get_quant_method", ("(self, layer, prefix)",)),
         Target(MODELOPT, "ModelOptMixedPrecisionConfig.get_quant_method", ("(self, layer, prefix)",)),
         Target(MODELOPT, "ModelOptMixedPrecisionConfig._resolve_quant_algo", ("(self, prefix)",)),
+        Target(MODELOPT, "ModelOptMixedPrecisionConfig._quantized_layer_prefix_candidates", ("(prefix)",)),
+        Target(EXPERT_CONFIG, "FusedMoEConfig.hidden_dim_unpadded"),
+        Target(EXPERT_CONFIG, "FusedMoEConfig.intermediate_size_per_partition_unpadded"),
         Target(ORACLE, "select_nvfp4_moe_backend", ("(config, weight_key, activation_key)",)),
+        Target(ORACLE, "_use_a16", ("(backend, checkpoint_uses_a16)",), optional=True),  # since 0.30
         Target(LINEAR_KERNELS, "init_nvfp4_linear_kernel", ("(use_a16=...)",)),
         Target(MODEL_LOADER, "process_weights_after_loading", ("(model, model_config, target_device)",)),
         Target(RELOAD, "finalize_layerwise_processing", ("(model, model_config)",)),

@@ -3,10 +3,12 @@
 import itertools
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -55,11 +57,22 @@ def answer(worker: object) -> dict[str, Any] | None:
         return {"pid": os.getpid(), "cannot say": f"{type(error).__name__}: {error}"}
 
 
+def process() -> str:
+    """Tells processes apart on whatever machine and in whatever container: two of those may use the same pids."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getpid()}"
+    except OSError:  # no /proc
+        return f"{socket.gethostname()} {os.getpid()}"
+
+
 def describe(overlay: startup.ArmedOverlay) -> dict[str, Any]:
-    """`pid`, `fingerprint` and the `parts` it is made of, those that no GPU decides, and what is not as decided."""
+    """`process`, `pid`, `fingerprint` and the `parts` it is made of, those that no GPU decides, and what is not as
+    decided."""
     from overlay.fingerprint import parts, parts_without_gpu
 
     return {
+        "process": process(),
         "pid": os.getpid(),
         "fingerprint": overlay.fingerprint,
         "parts": parts(overlay.entries),
@@ -108,8 +121,7 @@ def astray(answers: Sequence[Answer | None], own: Answer, strict: bool) -> list[
         for name, why in patches.items()
         if name not in accepted
     ]
-    pids = {answers[rank]["pid"] for rank in said}
-    if strict and own["pid"] not in pids:
+    if strict and own["process"] not in {answers[rank].get("process") for rank in said}:
         found += [(f"the engine core (pid {own['pid']})", name, why) for name, why in own["astray"].items()]
     return found
 

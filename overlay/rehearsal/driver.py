@@ -15,7 +15,6 @@ import hashlib
 import os
 import platform
 import re
-import shlex
 import shutil
 import struct
 import subprocess
@@ -130,10 +129,7 @@ def own(folder: Path) -> Path:
     try:
         cache.prepare(folder)
     except OSError as problem:
-        raise DriverError(
-            f"{folder} cannot be used for the rehearsal's driver: {problem.strerror or problem}\n"
-            f"  chmod 700 {shlex.quote(str(folder))}, or remove it"
-        ) from None
+        raise DriverError(f"{folder} cannot hold the rehearsal's driver: {problem.strerror or problem}") from None
     return folder
 
 

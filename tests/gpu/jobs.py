@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from overlay import measurement
+from overlay import endings, measurement
 from overlay.hardware import Hardware
 from tests.conftest import ROOT, with_overlay, without_overlay
 
@@ -21,7 +21,6 @@ ENGINE_GIB = 10.0  # that one process of a tiny engine may take: 14 of them shar
 ASK_S = 15.0  # from SIGTERM to SIGKILL
 ENDED = "jobs.json"  # how the children ended, beside their answers
 # What ends a driver from outside: a time limit, a terminal that is closed. Ctrl-C raises by itself.
-ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 # NVLink multicast is off: cards of 12.x have none, and a fault in it takes every GPU of a host with it.
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
@@ -203,23 +202,17 @@ def nothing_left_behind() -> Iterator[None]:
     """
     before = set(descendants(os.getpid()))
     _subreaper(1)
-    previous = {number: signal.getsignal(number) for number in ENDINGS}
-    caught = [number for number, handler in previous.items() if handler is not signal.SIG_IGN]
-    for number in caught:
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        for number in caught:
-            signal.signal(number, signal.SIG_IGN)  # a second one must not end this before the children have ended
-        while left := set(descendants(os.getpid())) - before:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
-        for number in caught:
-            signal.signal(number, previous[number] or signal.SIG_DFL)  # None: installed by C code
-        _subreaper(0)
+    with endings.as_exceptions():
+        try:
+            yield
+        finally:
+            with endings.undisturbed():
+                while left := set(descendants(os.getpid())) - before:
+                    for pid in left:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+                    time.sleep(0.05)
+                _subreaper(0)
 
 
 def _subreaper(on: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 def nvidia_smi(query: str, gpus: Sequence[str] = ()) -> list[str]:
     """Lines of `--format=csv,noheader,nounits`, of `gpus` as CUDA_VISIBLE_DEVICES names them, or of all.
 
-    None where there is no driver, or where it does not tell.
+    No line where there is no driver, or where it does not tell.
     """
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     command += ["-i", ",".join(gpus)] if gpus else []

@@ -190,7 +190,7 @@ def test_a_directory_of_another_user_is_not_used(builder, directory, said, monke
     if owner == 0:  # root's files are trusted: make them somebody's
         os.chown(directory, 4321, -1)
     obtain(builder, directory)
-    assert not any(directory.iterdir()) and "other users can write" in said[0]
+    assert not any(directory.iterdir()) and "owns it and can write to it; set XDG_CACHE_HOME" in said[0]
 
 
 @pytest.mark.parametrize("place", ["/dev/null/cache", "/proc/cache"])

@@ -41,6 +41,7 @@ def test_the_users_own_variable_decides(plans):
 
 @pytest.mark.parametrize("where", ["no GPU", "own memory"])
 def test_armed_by_a_front_end_it_decides_nothing_for_other_hardware(plans, where):
-    """A front end without a GPU cannot know that its workers' share the host's memory: vLLM's default stays."""
+    """A front end without a GPU cannot know that its workers' share the host's memory: vLLM's default stays, aloud."""
     assert plans[where] == plans["stock"]["glm"]
     assert plans["no GPU, true"] == plans["wrapped"]["glm"]
+    assert len(plans["no GPU, said"]) == 1 and "enabled = true" in plans["no GPU, said"][0]

@@ -159,10 +159,13 @@ def test_differences_name_every_leaf():
     assert differences(ours, ours) == []
 
 
-def said(pid: int, code: str = "1", state: str = "armed", alone: str = "armed", **astray: str) -> dict[str, object]:
+def said(
+    pid: int, code: str = "1", state: str = "armed", alone: str = "armed", machine: str = "here", **astray: str
+) -> dict[str, object]:
     parts = {"overlay code": code, "patches": {"a": {"state": state}}}
     without = {"overlay code": code, "patches": {"a": {"state": alone}}}
-    return {"pid": pid, "fingerprint": "f", "parts": parts, "without a GPU": without, "astray": astray}
+    about = {"process": f"{machine} {pid}", "pid": pid, "fingerprint": "f"}
+    return {**about, "parts": parts, "without a GPU": without, "astray": astray}
 
 
 def test_compare_is_silent_only_where_all_agree():
@@ -201,6 +204,8 @@ def test_the_core_itself_is_held_to_what_was_decided():
     assert problem == "the engine core (pid 0): a is not what was decided: it failed"
     alone = said(1, a="it failed")  # one process is core and worker
     assert compare([alone], alone) == ["rank 0 (pid 1): a is not what was decided: it failed"]
+    (problem,) = compare([said(1, machine="another")], said(1, a="it failed"))  # containers count alike
+    assert problem == "the engine core (pid 1): a is not what was decided: it failed"
 
 
 def test_status_live_shows_running_processes_and_forgets_the_dead(tmp_path: Path):

@@ -123,8 +123,18 @@ def test_a_server_that_never_is_healthy(base: dict[str, str], tmp_path: Path) ->
     assert not alive(core_pid(log))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_takes_the_server_along(base: dict[str, str], tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [signal.SIGINT],
+        [signal.SIGTERM],
+        [signal.SIGHUP],
+        [signal.SIGINT, signal.SIGINT],
+        [signal.SIGHUP, signal.SIGTERM],
+    ],
+)
+def test_a_signal_takes_the_server_along(base: dict[str, str], tmp_path: Path, numbers: list[int]) -> None:
+    """Also one that is followed by another while the server is asked to end: its core does not listen."""
     log = tmp_path / "log"
     code = f"""
 from pathlib import Path
@@ -141,7 +151,9 @@ with serving.serve(Path("tiny"), [], Path({str(log)!r}), timeout=60):
     child = subprocess.Popen([sys.executable, "-c", code], env=base, cwd=root, stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline().strip() == "up"
     core = core_pid(log)
-    child.send_signal(number)
+    for number in numbers:
+        child.send_signal(number)
+        time.sleep(0.5)
     child.wait(timeout=60)
     deadline = time.monotonic() + 30
     while alive(core) and time.monotonic() < deadline:

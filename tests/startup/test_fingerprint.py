@@ -46,6 +46,14 @@ def test_one_changed_byte_is_another_code(checkout: Path, name: str):
     assert code(checkout) != before
 
 
+def test_what_editors_and_file_systems_leave_is_no_code(checkout: Path):
+    """Emacs links an unsaved buffer to nowhere, macOS keeps attributes: neither may stop vLLM or part two nodes."""
+    before = code(checkout)
+    (checkout / "overlay/.#cli.py").symlink_to("somebody@somewhere.1234")
+    (checkout / "overlay/patches/._sparse_mla.py").write_bytes(b"\0")
+    assert code(checkout) == before
+
+
 def test_a_file_more_less_or_moved_is_another_code(checkout: Path):
     seen = {code(checkout)}
     (checkout / "overlay/one.py").write_text("x = 1\n")

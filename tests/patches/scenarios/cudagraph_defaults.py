@@ -3,6 +3,7 @@
 import importlib
 import os
 import tempfile
+import unittest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,7 +83,9 @@ def run() -> dict[str, Any]:
     answers = {"wrapped": cases()}
     other = Device("NVIDIA GeForce RTX 5090", (12, 0), False)
     with mock.patch.object(Hardware, "devices", ()):
-        answers["no GPU"] = plan(glm)
+        with unittest.TestCase().assertLogs("overlay.cudagraph_defaults", "WARNING") as said:
+            answers["no GPU"] = plan(glm)
+        answers["no GPU, said"] = said.output
         harness.entry("cudagraph_defaults").context.wanted = True
         answers["no GPU, true"] = plan(glm)
         harness.entry("cudagraph_defaults").context.wanted = "auto"
