@@ -12,7 +12,7 @@ from overlay.checkpoint import audit_modules as kinds
 from overlay.checkpoint.audit_headers import Tensor, read_bytes
 from overlay.checkpoint.audit_modules import GLOBAL_SCALES, INPUT_SCALES, Module
 from overlay.checkpoint.audit_storage import Planned
-from overlay.checkpoint.findings import Finding, counted, error, layers_text, some
+from overlay.checkpoint.findings import Finding, counted, error, layers_text, some, warning
 
 # A stacked scale has one number per expert; anything larger is no global or input scale.
 LARGEST = 1 << 16
@@ -29,7 +29,7 @@ class Scales:
     """The scales of one module of vLLM by projection: of its inputs and (global ones) of its weights.
 
     A projection that the checkpoint stores fused (`gate_up_proj`, `qkv_proj`) is one projection here, with its one
-    scale: vLLM fills every slot of its parameter from that (layers/linear.py). Where the parts are stored, each has to
+    scale: vLLM fills every slot of its parameter from that (layers/linear.py; of experts the one that it reads, gate's).
     have its own: a slot whose part has none is never written.
     """
 
@@ -159,7 +159,7 @@ def unusable(values: Mapping[str, Rows], bad: Mapping[str, set[int]], routed: bo
 def findings(scales: Sequence[Scales]) -> list[Finding]:
     """Block and global scales of the weights that are missing, unusable or at odds with each other."""
     members = [m for layer in scales for m in layer.planned.runtime.members if m.format == "nvfp4"]
-    return [*_block_scales(members), *_global_scales(scales), *_differing(scales)]
+    return [*_block_scales(members), *_global_scales(scales), *_gates_alone(scales), *_differing(scales)]
 
 
 def _block_scales(members: Iterable[Module]) -> list[Finding]:
@@ -189,7 +189,12 @@ def _block_scales(members: Iterable[Module]) -> list[Finding]:
 def _global_scales(scales: Iterable[Scales]) -> list[Finding]:
     broken: dict[tuple[str, str], set[int | None]] = {}
     for layer in scales:
-        bad = {projection: unusable_weights(rows, layer.reciprocal) for projection, rows in layer.weights.items()}
+        alone = served_with_gates(layer)
+        bad = {
+            projection: unusable_weights(rows, layer.reciprocal)
+            for projection, rows in layer.weights.items()
+            if projection != alone
+        }
         for text in unusable(layer.weights, bad, layer.routed):
             broken.setdefault((layer.label, text), set()).add(layer.layer)
     return [
@@ -197,10 +202,37 @@ def _global_scales(scales: Iterable[Scales]) -> list[Finding]:
             "weight_scale_unusable",
             f"{label}{layers_text(where)}: global weight scale {text}",
             "vLLM multiplies by it, or by its neighbour's instead, without a look: garbage or NaN from this module",
-            "nothing can restore it: download again, or export again (the overlay refuses the layer by name, but for "
-            "experts that all have gate's scale alone, where it warns: vLLM computes up with gate's as well)",
+            "nothing can restore it (with the overlay vLLM refuses the layer by name): download again, or export again",
         )
         for (label, text), where in broken.items()
+    ]
+
+
+def served_with_gates(layer: Scales) -> str | None:
+    """The name under which routed experts hold up, where no expert has a global weight scale for it and all have
+    gate's: vLLM computes both with gate's, whatever up's is (RoutedExperts loads a scale by shard; `[:, 0]` is used).
+    """
+    for gate, up in (("gate_proj", "up_proj"), ("w1", "w3")):
+        rows = [layer.weights.get(name, {}).values() for name in (gate, up)]
+        if layer.routed and all(rows) and None not in rows[0] and set(rows[1]) == {None}:
+            return up
+    return None
+
+
+def _gates_alone(scales: Iterable[Scales]) -> list[Finding]:
+    found: dict[tuple[str, str], set[int | None]] = {}
+    for layer in scales:
+        if (up := served_with_gates(layer)) is not None:
+            found.setdefault((layer.label, up), set()).add(layer.layer)
+    return [
+        warning(
+            "weight_scale_of_gate_alone",
+            f"{label}{layers_text(where)}: no expert has a global weight scale for {up}",
+            "vLLM computes gate and up with gate's: right where they were quantised with one scale, wrong in silence "
+            "where up had another",
+            "the overlay computes the same and warns: export again with both, or make sure that they are equal",
+        )
+        for (label, up), where in found.items()
     ]
 
 

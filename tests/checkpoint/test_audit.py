@@ -255,13 +255,26 @@ def without_up_scales(scale: str) -> small.Tensors:
 def test_a_global_weight_scale_under_one_name_alone(tmp_path):
     """vLLM fills every slot of a parameter from a fused scale: one filled slot means that the others are missing."""
     result = examine(tmp_path, SOUND, without_up_scales("weight_scale_2"))
-    assert {finding.check for finding in result.findings} == {"weight_scale_unusable"}
-    assert {(finding.severity, finding.what) for finding in result.findings} == {
-        ("error", "routed experts, layers 1-2: global weight scale missing for up_proj of experts 0-3"),
-        ("error", "shared experts, layers 1-2: global weight scale missing for up_proj"),
+    assert {(finding.severity, finding.check, finding.what) for finding in result.findings} == {
+        (
+            "warning",
+            "weight_scale_of_gate_alone",
+            "routed experts, layers 1-2: no expert has a global weight scale for up_proj",
+        ),
+        ("error", "weight_scale_unusable", "shared experts, layers 1-2: global weight scale missing for up_proj"),
     }
-    cures = {finding.cure for finding in result.findings if finding.stands}
-    assert len(cures) == 1 and "the overlay refuses the layer by name" in cures.pop()
+    (cure,) = (finding.cure for finding in result.findings if finding.severity == "error" and finding.stands)
+    assert "vLLM refuses the layer by name" in cure
+
+
+def test_experts_of_which_some_lack_ups_scale_are_refused(tmp_path):
+    """One expert's is a loss; and so is gate's, whoever has up's: vLLM reads gate's."""
+    one = {name: tensor for name, tensor in small.model().items() if not name.endswith("1.up_proj.weight_scale_2")}
+    (finding,) = (f for f in examine(tmp_path / "one", SOUND, one).findings if "routed" in f.what)
+    assert (finding.severity, finding.check) == ("error", "weight_scale_unusable")
+    gates = {name: t for name, t in small.model().items() if not re.search(r"\d\.gate_proj\.weight_scale_2$", name)}
+    (finding,) = (f for f in examine(tmp_path / "gates", SOUND, gates).findings if "routed" in f.what)
+    assert (finding.severity, finding.check) == ("error", "weight_scale_unusable")
 
 
 def test_an_activation_scale_under_one_name_alone(tmp_path):
