@@ -29,8 +29,8 @@ class Scales:
     """The scales of one module of vLLM by projection: of its inputs and (global ones) of its weights.
 
     A projection that the checkpoint stores fused (`gate_up_proj`, `qkv_proj`) is one projection here, with its one
-    scale: vLLM fills every slot of its parameter from that (layers/linear.py; of experts the one that it reads, gate's).
-    have its own: a slot whose part has none is never written.
+    scale: vLLM fills every slot of its parameter from that (layers/linear.py), of experts gate's, which it reads.
+    Where the parts are stored, each has to have its own: a slot whose part has none is never written.
     """
 
     planned: Planned
