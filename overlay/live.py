@@ -15,7 +15,7 @@ from overlay.log import logger
 
 NAME = "vllm-overlay"
 _LINK = f"/memfd:{NAME} (deleted)"
-_LOOKS = 20  # at a process whose descriptors come and go, or which is writing its answer at that moment
+_LOOKS = 200  # at a process whose descriptors come and go, or which is writing its answer at that moment
 
 _file: tuple[int, tuple[int, int]] | None = None  # descriptor; device and inode of what it was opened for
 _report: Callable[[], Mapping[str, object]] | None = None

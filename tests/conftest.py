@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -28,6 +29,12 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[
         return with_overlay(env) if overlay else without_overlay(env)
 
     return environment
+
+
+def hear_signals() -> None:
+    """For `preexec_fn`: a child of nohup, or of a shell's background job, is started deaf to SIGHUP or SIGINT."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def with_overlay(env: Mapping[str, str]) -> dict[str, str]:

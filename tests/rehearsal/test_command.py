@@ -16,6 +16,7 @@ from overlay.checkpoint import findings
 from overlay.commands import rehearse
 from overlay.recipes.check import GEOMETRY
 from overlay.rehearsal import columns, driver, report
+from tests.conftest import hear_signals
 
 PATCH = {"id": "sparse_mla", "state": "active", "reason": "bf16 rows"}
 STOCK = {"boots": False, "failure": {"stage": "the model", "error": "ValueError: no backend"}, "log": [], "patches": []}
@@ -248,7 +249,8 @@ def test_two_columns_never_speak_at_once(monkeypatch: pytest.MonkeyPatch, model:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_rehearsal_that_is_terminated_leaves_no_children(number: int) -> None:
     command = [sys.executable, "-m", "overlay", "rehearse", "--model", str(GEOMETRY), "--capability", "12.1"]
-    started = subprocess.Popen(command, cwd=columns.ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    streams = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
+    started = subprocess.Popen(command, cwd=columns.ROOT, preexec_fn=hear_signals, **streams)
     with started:
         waiting_for = set(columns.COLUMNS)
         while waiting_for:  # until both children run

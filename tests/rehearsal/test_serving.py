@@ -11,6 +11,7 @@ import pytest
 
 from overlay import serving
 from overlay.commands import demo
+from tests.conftest import hear_signals
 from tests.startup import standin
 
 # Healthy at the second question; a child of its own stands for the engine core.
@@ -139,16 +140,15 @@ def test_a_signal_takes_the_server_along(base: dict[str, str], tmp_path: Path, n
     code = f"""
 from pathlib import Path
 from overlay import serving
-import signal
 import time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started without
 serving.STOP_S = 2.0
 with serving.serve(Path("tiny"), [], Path({str(log)!r}), timeout=60):
     print("up", flush=True)
     time.sleep(600)
 """
     root = Path(serving.__file__).resolve().parents[1]
-    child = subprocess.Popen([sys.executable, "-c", code], env=base, cwd=root, stdout=subprocess.PIPE, text=True)
+    streams = {"stdout": subprocess.PIPE, "text": True}
+    child = subprocess.Popen([sys.executable, "-c", code], env=base, cwd=root, preexec_fn=hear_signals, **streams)
     assert child.stdout.readline().strip() == "up"
     core = core_pid(log)
     for number in numbers:

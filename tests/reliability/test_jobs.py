@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from overlay.hardware import Device
-from tests.conftest import ROOT, run_python
+from tests.conftest import ROOT, hear_signals, run_python
 from tests.gpu import jobs
 
 
@@ -131,7 +131,8 @@ command = ("tests.reliability.children", "stubborn", str(path / "started"))
 job = jobs.Job("x", command, ("0",), os.environ, path / "log", 1)
 {DRIVERS[driver]}
 """
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, preexec_fn=hear_signals)
     file = tmp_path / "started.pid"
     deadline = time.monotonic() + 60
     while not (file.exists() and file.read_text()) and time.monotonic() < deadline:
