@@ -184,9 +184,9 @@ def test_experts_without_an_entry_of_their_own(stock, wrapped):
         assert "FP8_PER_CHANNEL_PER_TOKEN" in after[name]
 
 
-@pytest.mark.skipif(not installed.HAS_REQUANTISATION, reason="experts are requantised online from vLLM 0.32 on")
+@pytest.mark.skipif(not installed.HAS_REQUANTISATION, reason="NVFP4 experts are requantised online from vLLM 0.33 on")
 def test_online_requantisation_reads_no_unloaded_scale(stock, wrapped):
-    assert wrapped["requantise"] == stock["requantise"]
+    assert wrapped["requantise"] == stock["requantise"] and "largest" in stock["requantise"]
     assert stock["requantise without a scale"]["largest"] > 1e30
     assert "no usable value in w2_weight_scale_2, experts 1" in wrapped["requantise without a scale"]["error"]
 
