@@ -82,7 +82,7 @@ def build(
 class EmulatedFunction:
     """Stands where the launcher expects a `cupy.cuda.Function`."""
 
-    library: ctypes.CDLL
+    compiled: ctypes.CDLL
     kernel: str  # which of KERNELS
     entry: str
     reversed: bool = False  # the last warp runs first
@@ -91,10 +91,10 @@ class EmulatedFunction:
 
     def __call__(self, grid, block, args, shared_mem=0, stream=None):
         self.launches.append((grid, block, shared_mem))
-        launch = getattr(self.library, f"launch_{self.kernel}")
+        launch = getattr(self.compiled, f"launch_{self.kernel}")
         launch.restype = ctypes.c_char_p
         grid_x, grid_y = (*grid, 1)[:2]
-        entry = ctypes.cast(getattr(self.library, self.entry), ctypes.c_void_p)
+        entry = ctypes.cast(getattr(self.compiled, self.entry), ctypes.c_void_p)
         integers = (ctypes.c_int(value) for value in (grid_x, grid_y, block[0], self.reversed, self.late))
         failure = launch(entry, *integers, *itertools.starmap(_scalar, zip(args, signature(self.kernel), strict=True)))
         assert not failure, failure.decode()
