@@ -16,6 +16,7 @@ from pathlib import Path
 
 from overlay.carried import tag
 from overlay.errors import OverlayError
+from overlay.packages import CUPY, WRAPT
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTENT = ("overlay", "cuda", "sitecustomize.py", "patches.toml", "README.md", "LICENSE")
@@ -36,8 +37,8 @@ class BundleError(OverlayError):
 def requirements(cuda: int) -> dict[str, str]:
     """Folder below the tag -> what pip is asked for. The ranges are those of pyproject.toml."""
     return {
-        "wrapt": "wrapt>=2.5,<3",
-        "cupy": f"cupy-cuda{cuda}x>=14.2,<15",
+        "wrapt": f"wrapt{WRAPT.pin}",
+        "cupy": f"cupy-cuda{cuda}x{CUPY.pin}",
         "cuda-pathfinder": "cuda-pathfinder>=1.3.4,<2",
     }
 

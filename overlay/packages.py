@@ -9,13 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Package:
-    """`distributions` are the names on PyPI, of which one is to be installed."""
+    """`distributions` are the names on PyPI, of which one is to be installed, in a version that `pin` takes."""
 
     module: str
     distributions: tuple[str, ...]
-    minimum: tuple[int, int]
-    why: str  # what the oldest version brought
-    pip: str
+    pin: str  # the oldest version first
+    why: str  # what that one brought
+    note: str = ""
+
+    @property
+    def pip(self) -> str:
+        return f"pip install '{self.distributions[0]}{self.pin}'{self.note}"
 
     def installed(self) -> Iterator[tuple[str, str]]:
         """(name, version) of the distributions that this Python has."""
@@ -29,19 +33,20 @@ class Package:
         """What is wrong with the package here, and the pip line; None where nothing is."""
         if importlib.util.find_spec(self.module) is None:
             return f"the package {self.module} is not installed: {self.pip}"
+        oldest = _release(self.pin)
         for name, version in self.installed():
-            if _release(version) < self.minimum:
-                return f"{name} {version} is too old, {'.'.join(map(str, self.minimum))} {self.why}: {self.pip}"
+            if _release(version) < oldest:
+                return f"{name} {version} is too old, {'.'.join(map(str, oldest))} {self.why}: {self.pip}"
         return None
 
 
-WRAPT = Package("wrapt", ("wrapt",), (2, 5), "brought the removal of wrappers", "pip install 'wrapt>=2.5,<3'")
+WRAPT = Package("wrapt", ("wrapt",), ">=2.5,<3", "brought the removal of wrappers")
 CUPY = Package(
     "cupy",
     ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy"),
-    (14, 2),
+    ">=14.2,<15",
     "finds the NVRTC that torch brings",
-    "pip install 'cupy-cuda12x>=14.2,<15' (or cupy-cuda13x in its place, never both)",
+    " (or cupy-cuda13x in its place, never both)",
 )
 PACKAGES = {package.module: package for package in (WRAPT, CUPY)}
 
