@@ -23,6 +23,11 @@ __device__ __forceinline__ void scan_columns(Shared<S>& sm, const int* __restric
   }
 }
 
+// An index that names no row: of columns outside the index row, and of tiles after the last one. Also in memory, to copy from.
+constexpr int kNoRow = -1;
+__device__ const int no_row = kNoRow;
+constexpr u16 kNoTile = 0xffff;  // its columns are beyond any index row
+
 // One warp lists the tiles that have a live row, in order, with their live rows. Skipping the others is what makes a short context
 // cheap: vLLM's index rows are 2176 wide whatever the context. The masks take the place of the bit map, from its start on: a tile
 // never moves back.
@@ -43,34 +48,61 @@ __device__ __forceinline__ void list_live_tiles(Shared<S>& sm, int columns) {
     count += __popc(votes);
     __syncwarp();
   }
-  if (lane < S::kStreams) sm.live[count + lane] = 0;  // an empty tile for the stream that has one less
+  if (lane < S::kStreams) {  // an empty tile for the stream that has one less
+    sm.live[count + lane] = 0;
+    sm.list[count + lane] = kNoTile;
+  }
   if (lane == 0) sm.tiles_live = count;
 }
-
-// An index that names no row: of columns outside the index row, and of tiles after the last one.
-constexpr int kNoRow = -1;
 
 // Where the index of a row of a tile stands in the ring: those of one lane of a gather stand together.
 template <class S>
 __device__ __forceinline__ int ring_entry(int row) {
-  constexpr int kGroupRows = S::kRows / S::kGroups;
-  return row / kGroupRows * kGroupRows + row % 4 * (kGroupRows / 4) + row % kGroupRows / 4;
+  return row % 4 * (S::kRows / 4) + row / 4;
 }
 
-// Fetches the indices of 32 columns, one or two of a stream's tiles from number `position` on, into its ring. One warp does it;
-// the copies travel with that warp's next group.
+// Fetches the indices of 32 columns, one or two of a stream's `tiles` tiles from number `position` on, into its ring. One warp does
+// it; the copies travel with that warp's next group. Without a branch, and with all of its reads side by side: the other warps
+// wait for this one at the next barrier.
 template <class S>
-__device__ __forceinline__ void prefetch_indices(Shared<S>& sm, int stream, int position) {
+__device__ __forceinline__ void prefetch_indices(Shared<S>& sm, int stream, int position, int tiles) {
   const int lane = threadIdx.x % 32, row = lane % S::kRows;
   position += lane / S::kRows;
-  int* entry = &sm.ring[stream][position % S::kIndexTiles][ring_entry<S>(row)];
-  const int columns = sm.columns, listed = position * S::kStreams + stream;
-  const int column = listed < sm.tiles_live ? sm.list[listed] * S::kRows + row : columns;
-  if (column < columns) {
-    copy4_async(shared_address(entry), sm.indices + column);
-  } else {
-    *entry = kNoRow;
+  const int tile = sm.list[min(position, tiles) * S::kStreams + stream];
+  const int column = tile * S::kRows + row;
+  const bool named = position < tiles && column < sm.columns;
+  copy4_async(shared_address(&sm.ring[stream][position % S::kIndexTiles][ring_entry<S>(row)]), named ? sm.indices + column : &no_row);
+}
+
+// Up to kAheadColumns columns, by one warp in its registers: live tiles, their rows and the ring in one step. Needs a block barrier.
+template <class S>
+__device__ __forceinline__ void scan_few_columns(Shared<S>& sm, const int* __restrict__ idx, int columns, int rows) {
+  constexpr int kWords = kAheadColumns / 32;
+  const int lane = threadIdx.x % 32;
+  int row[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) row[i] = 32 * i + lane < columns ? __ldg(idx + 32 * i + lane) : kNoRow;
+  const auto entry = [&](int tile, int row) -> int& {
+    return sm.ring[tile % S::kStreams][tile / S::kStreams][ring_entry<S>(row)];
+  };
+  int count = 0;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    const u32 bits = __ballot_sync(kFullWarp, static_cast<u32>(row[i]) < static_cast<u32>(rows));
+#pragma unroll
+    for (int first = 0; first < 32; first += S::kRows) {
+      const auto live = static_cast<typename S::RowMask>(bits >> first);
+      if (live != 0) {
+        if (lane / S::kRows == first / S::kRows) entry(count, lane % S::kRows) = row[i];
+        if (lane == 0) sm.live[count] = live;
+        ++count;
+      }
+    }
   }
+  __syncwarp();
+  for (int i = count * S::kRows + lane; i < kAheadColumns; i += 32) entry(i / S::kRows, i % S::kRows) = kNoRow;
+  if (lane < S::kStreams) sm.live[count + lane] = 0;
+  if (lane == 0) sm.tiles_live = count;
 }
 
 // The first indices, by the whole block. Plain loads: the scan has just brought these lines into L1.

@@ -18,27 +18,20 @@ __device__ __forceinline__ u32 piece_offset(int first, int piece) {
 // What a lane copies of a piece: one chunk of every fourth row.
 template <class S>
 struct TileRows {
-  static constexpr int kCount = S::kRows / S::kGroups / 4;
+  static constexpr int kCount = S::kRows / 4;
   int row[kCount];
 
   // From the index ring, apart from the copies: the compiler may not move a load over a copy, and eight times the latency of
   // shared memory one after the other cost more than the products.
   __device__ __forceinline__ void read(const Shared<S>& sm, const Place<S>& place, int position) {
-    const int first = place.group * (S::kRows / S::kGroups) + threadIdx.x % 32 / 8 * kCount;
-    const int* entries = &sm.ring[place.stream][position % S::kIndexTiles][first];
-    if constexpr (kCount == 2) {
-      const int2 pair = *reinterpret_cast<const int2*>(entries);
-      row[0] = pair.x;
-      row[1] = pair.y;
-    } else {
+    const int* entries = &sm.ring[place.stream][position % S::kIndexTiles][threadIdx.x % 32 / 8 * kCount];
 #pragma unroll
-      for (int i = 0; i < kCount; i += 4) {
-        const int4 four = *reinterpret_cast<const int4*>(entries + i);
-        row[i] = four.x;
-        row[i + 1] = four.y;
-        row[i + 2] = four.z;
-        row[i + 3] = four.w;
-      }
+    for (int i = 0; i < kCount; i += 4) {
+      const int4 four = *reinterpret_cast<const int4*>(entries + i);
+      row[i] = four.x;
+      row[i + 1] = four.y;
+      row[i + 2] = four.z;
+      row[i + 3] = four.w;
     }
   }
 };
@@ -51,9 +44,9 @@ struct Source {
   u32 target;  // shared address of the lane's first chunk in the first piece of the ring
 };
 
-// This warp's share of one piece, `offset` from the start of the ring: all its rows, or half of them when two warps share the
-// slice. Rows without a valid index become zeros and are never read. The rows of a lane are four apart, so the swizzle of their
-// chunk differs in one bit. Commits a group: the count of groups says which piece has arrived.
+// One piece of this warp's slice, `offset` from the start of the ring. Rows without a valid index become zeros and are never read.
+// The rows of a lane are four apart, so the swizzle of their chunk differs in one bit. Commits a group: the count of groups says
+// which piece has arrived.
 template <class S>
 __device__ __forceinline__ void gather_piece(const Source& source, u32 offset, int piece, const TileRows<S>& rows) {
 #pragma unroll
@@ -65,13 +58,13 @@ __device__ __forceinline__ void gather_piece(const Source& source, u32 offset, i
   commit_copies();
 }
 
-// Q of the warp's heads and slice into its staging area; heads beyond `heads` become zeros. Strides in bytes.
+// Q of the warp's slice into its staging area; heads beyond `heads` become zeros. Strides in bytes.
 template <class S>
 __device__ __forceinline__ void stage_query(u8* stage, const u8* __restrict__ q, i64 head_stride, int heads) {
   constexpr int kChunks = S::kSliceDims / 8, kTogether = 32 / kChunks;
   const int lane = threadIdx.x % 32, chunk = lane % kChunks;
 #pragma unroll
-  for (int head = lane / kChunks; head < S::kGroupHeads; head += kTogether) {
+  for (int head = lane / kChunks; head < S::kHeads; head += kTogether) {
     const bool on = head < heads;
     copy16_async(shared_address(stage) + swizzled(head, chunk, S::kSliceDims * 2), q + (on ? head * head_stride : 0) + 16 * chunk, on);
   }
@@ -83,7 +76,7 @@ template <class S>
 __device__ __forceinline__ void store_output(const u8* stage, u8* __restrict__ out, i64 head_stride, int heads) {
   const int lane = threadIdx.x % 32, chunk = lane % 16;
 #pragma unroll
-  for (int head = lane / 16; head < S::kGroupHeads; head += 2) {
+  for (int head = lane / 16; head < S::kHeads; head += 2) {
     const uint4 data = *reinterpret_cast<const uint4*>(stage + swizzled(head, chunk, 256));
     if (head < heads) *reinterpret_cast<uint4*>(out + head * head_stride + 16 * chunk) = data;
   }

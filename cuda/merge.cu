@@ -1,67 +1,101 @@
 // Joins the partial results of a split index row:
 //     out = sum_i 2^(m_i - m) o_i / sum_i 2^(m_i - m) l_i       m = max_i m_i
 // A warp merges one MMA fragment, 16 dims by 8 heads, in the order in which the main kernel's registers held it: every read is a
-// full line, and the transposition to rows happens once, here.
+// full line, and the transposition to rows happens once, here. Where a call has few fragments, several warps share the splits of
+// each, so that more multiprocessors read.
 #include "softmax.cuh"
 
 constexpr int kMaxSplits = 32;
 constexpr int kMergeWarps = 4;
-constexpr int kInFlight = 16;  // fragments that a lane asks for at once
+constexpr int kInFlight = 8;  // fragments that a lane asks for at once
 
-__device__ __forceinline__ void fetch(float4 (&part)[kInFlight], const float4* __restrict__ source, i64 step, int count) {
+// The splits first, first + step, ... of one fragment, as many as are in flight.
+__device__ __forceinline__ void fetch(float4 (&part)[kInFlight], const float4* source, i64 stride, int first, int step, int splits) {
 #pragma unroll
   for (int i = 0; i < kInFlight; ++i) {
-    if (i < count) part[i] = __ldg(source + i * step);
+    if (first + i * step < splits) part[i] = __ldcg(source + (first + i * step) * stride);
   }
 }
 
-// Grid: x = token, head block, head tile (last fastest); y = groups of kMergeWarps fragments of the 32 in a head tile.
+// Grid: x = token, head block, head tile (last fastest); y = groups of kMergeWarps / sharers fragments of the 32 in a head tile.
 extern "C" __global__ void __launch_bounds__(32 * kMergeWarps)
-    merge_splits(const float4* __restrict__ partial_output, const float2* __restrict__ partial_sums, int splits, int block_heads,
-                 int group_heads, int heads, int head_blocks, int paired_dims, u8* out, i64 out_token_stride, i64 out_head_stride,
-                 float* lse, i64 lse_stride) {
-  __shared__ float2 sums[kMaxSplits][8];
+    merge_splits(const float4* partial_output, const float2* partial_sums, int splits, int sharers, int block_heads,
+                 int heads, int head_blocks, int paired_dims, u8* out, i64 out_token_stride, i64 out_head_stride, float* lse,
+                 i64 lse_stride) {
+  __shared__ float2 factors[kMergeWarps][kMaxSplits][4];  // of the heads 2j and 2j+1
+  __shared__ float4 shares[kMergeWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = lane / 4, j = lane % 4;
-  const int head_tiles = block_heads / 8, group_tiles = group_heads / 8;
+  const int head_tiles = block_heads / 8;
   const int head_tile = blockIdx.x % head_tiles;
   const int head_block = blockIdx.x / head_tiles % head_blocks;
   const int token = blockIdx.x / head_tiles / head_blocks;
   const i64 first_block = static_cast<i64>(token) * splits * head_blocks + head_block;
-
-  const int fragment = blockIdx.y * kMergeWarps + warp;  // of the 32 tiles of 16 dims
-  const int group = head_tile / group_tiles;
-  const i64 step = static_cast<i64>(head_blocks) * block_heads * (kLatent / 4);
+  const int share = warp % sharers;
+  const int fragment = (blockIdx.y * kMergeWarps + warp) / sharers;  // of the 32 tiles of 16 dims
+  const i64 stride = static_cast<i64>(head_blocks) * block_heads * (kLatent / 4);
   const float4* source = partial_output + first_block * block_heads * (kLatent / 4) +
-                         ((group * (kLatent / 16) + fragment) * group_tiles + head_tile % group_tiles) * 32 + lane;
-  float4 part[kInFlight];
-  fetch(part, source, step, splits);  // before anything else: a merge is two latencies long, or three
-  for (int i = threadIdx.x; i < splits * 8; i += 32 * kMergeWarps) {
-    sums[i / 8][i % 8] = partial_sums[(first_block + static_cast<i64>(i / 8) * head_blocks) * block_heads + 8 * head_tile + i % 8];
-  }
-  __syncthreads();
-  float maximum[2] = {kLowest, kLowest};
-  for (int i = 0; i < splits; ++i) {
-    maximum[0] = fmaxf(maximum[0], sums[i][2 * j].x);
-    maximum[1] = fmaxf(maximum[1], sums[i][2 * j + 1].x);
-  }
+                         (fragment * head_tiles + head_tile) * 32 + lane;
+  const float2* sums = partial_sums + first_block * block_heads + 8 * head_tile + 2 * j;
 
+  wait_for_prerequisites();
+  float4 part[kInFlight];
+  fetch(part, source, stride, share, sharers, splits);  // with the sums beside it: a merge is two latencies long, or three
+  float4 pair[kMaxSplits / 8];                           // maximum and sum of both heads, splits c, c + 8, ...
+  float maximum[2] = {kLowest, kLowest};
+#pragma unroll
+  for (int i = 0; i < kMaxSplits / 8; ++i) {
+    const int split = 8 * i + c;
+    pair[i] = make_float4(kLowest, 0.0f, kLowest, 0.0f);
+    if (split < splits) {
+      pair[i] = __ldcg(reinterpret_cast<const float4*>(sums + static_cast<i64>(split) * head_blocks * block_heads));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kMaxSplits / 8; ++i) {
+    maximum[0] = fmaxf(maximum[0], pair[i].x);
+    maximum[1] = fmaxf(maximum[1], pair[i].z);
+  }
+#pragma unroll
+  for (int lanes = 4; lanes < 32; lanes *= 2) {
+    maximum[0] = fmaxf(maximum[0], __shfl_xor_sync(kFullWarp, maximum[0], lanes));
+    maximum[1] = fmaxf(maximum[1], __shfl_xor_sync(kFullWarp, maximum[1], lanes));
+  }
   float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (int i = 0; i < kMaxSplits / 8; ++i) {
+    if (8 * i < splits) {
+      const float2 factor = make_float2(exp2_approx(pair[i].x - maximum[0]), exp2_approx(pair[i].z - maximum[1]));
+      sum[0] += factor.x * pair[i].y;
+      sum[1] += factor.y * pair[i].w;
+      factors[warp][8 * i + c][j] = factor;
+    }
+  }
+#pragma unroll
+  for (int lanes = 4; lanes < 32; lanes *= 2) {
+    sum[0] += __shfl_xor_sync(kFullWarp, sum[0], lanes);
+    sum[1] += __shfl_xor_sync(kFullWarp, sum[1], lanes);
+  }
+  __syncwarp();
+
   float merged[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  for (int first = 0; first < splits; first += kInFlight) {
-    if (first > 0) fetch(part, source + first * step, step, splits - first);
+  for (int first = share; first < splits; first += kInFlight * sharers) {
+    if (first > share) fetch(part, source, stride, first, sharers, splits);
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      if (first + i < splits) {
-        const float2 even = sums[first + i][2 * j], odd = sums[first + i][2 * j + 1];
-        const float factor[2] = {exp2_approx(even.x - maximum[0]), exp2_approx(odd.x - maximum[1])};
-        sum[0] += factor[0] * even.y;
-        sum[1] += factor[1] * odd.y;
-        merged[0] += factor[0] * part[i].x;
-        merged[1] += factor[1] * part[i].y;
-        merged[2] += factor[0] * part[i].z;
-        merged[3] += factor[1] * part[i].w;
+      if (first + i * sharers < splits) {
+        const float2 factor = factors[warp][first + i * sharers][j];
+        merged[0] += factor.x * part[i].x;
+        merged[1] += factor.y * part[i].y;
+        merged[2] += factor.x * part[i].z;
+        merged[3] += factor.y * part[i].w;
       }
     }
+  }
+  if (sharers > 1) {
+    if (share > 0) shares[warp][lane] = make_float4(merged[0], merged[1], merged[2], merged[3]);
+    __syncthreads();
+    if (share > 0) return;
+    for (int i = 1; i < sharers; ++i) add_fragment(merged, shares[warp + i][lane]);
   }
   const int row = head_block * block_heads + 8 * head_tile;
   const float norm[2] = {sum[0] == 0.0f ? 0.0f : 1.0f / sum[0], sum[1] == 0.0f ? 0.0f : 1.0f / sum[1]};

@@ -67,7 +67,7 @@ __device__ __forceinline__ void publish_query_max(Shared<S>& sm, const Query<S>&
     }
     largest = max(largest, __shfl_xor_sync(kFullWarp, largest, 1));
     largest = max(largest, __shfl_xor_sync(kFullWarp, largest, 2));
-    const int head = place.group * S::kGroupHeads + 8 * place.head_tile(n) + lane / 4;
+    const int head = 8 * place.head_tile(n) + lane / 4;
     if (lane % 4 == 0 && place.stream == 0) sm.query_max(place.slice)[head] = largest;
   }
 }
@@ -91,7 +91,7 @@ __device__ __forceinline__ void convert_query(const Shared<S>& sm, Query<S>& q, 
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < S::kHeadTiles; ++n) {
-    const int head = place.group * S::kGroupHeads + 8 * place.head_tile(n) + lane / 4;
+    const int head = 8 * place.head_tile(n) + lane / 4;
     const float factor = query_factor(query_exponent(sm, head));
 #pragma unroll
     for (int k = 0; k < S::kDimTiles; ++k) {
@@ -214,12 +214,11 @@ __device__ __forceinline__ void multiply_values(Output<S>& o, const Weights<S>& 
 
 // Output fragments, scaled per head, as bf16 rows into the staging area.
 template <class S>
-__device__ __forceinline__ void stage_output(u8* stage, const Quarter<S>& o, const float (&norm)[S::kHeadTiles][2],
-                                             const Place<S>& place) {
+__device__ __forceinline__ void stage_output(u8* stage, const Quarter<S>& o, const float (&norm)[S::kHeadTiles][2]) {
   const int lane = threadIdx.x % 32, c = lane / 4, j = lane % 4;
 #pragma unroll
   for (int n = 0; n < S::kHeadTiles; ++n) {
-    const int head = 8 * place.head_tile(n);
+    const int head = 8 * n;
 #pragma unroll
     for (int d = 0; d < kQuarterTiles; ++d) {
       const float first = o[d][n][0] * norm[n][0], second = o[d][n][1] * norm[n][1];

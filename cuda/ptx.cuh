@@ -42,6 +42,24 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
+// --- dependent launches ------------------------------------------------------------------------------------------------------
+
+// Lets the kernel behind this one in the stream start, if it was launched to start early: its blocks take their places while
+// this grid still runs. Nothing is promised about memory.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Waits until the kernel before this one has ended and what it wrote can be read. Without an early start there is nothing to
+// wait for.
+__device__ __forceinline__ void wait_for_prerequisites() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // --- barriers ----------------------------------------------------------------------------------------------------------------
 
 // Named barrier over `Threads` threads of the block; number 0 belongs to __syncthreads().

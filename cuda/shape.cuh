@@ -1,11 +1,11 @@
 // What a block works on: the compile-time shape of a kernel variant and its map of shared memory.
 //
-// A latent row has 512 elements, cut into slices of one warp each (of two warps when there are more than 32 heads): a warp's slice
-// of K for the scores is its slice of V, and of the output, for the values. So a warp gathers its own slice of every row and
-// nobody else needs to see it; only the scores, partial sums over a slice, cross warps.
+// A latent row has 512 elements, cut into slices of one warp each: a warp's slice of K for the scores is its slice of V, and of
+// the output, for the values. So a warp gathers its own slice of every row and nobody else needs to see it; only the scores,
+// partial sums over a slice, cross warps.
 //
 // Up to 16 heads two slices are enough for the registers, and a block is two pairs of warps, two streams that share nothing until
-// the end: each takes every other tile. With more heads there are four slices and one stream.
+// the end: each takes every other tile. With 32 heads there are four slices and one stream. More heads take several blocks.
 //
 // A slice of a tile is cut once more, into pieces of 128 bytes a row. A piece is refilled as soon as its values have been read,
 // so that a block needs little more shared memory than the tile it works on.
@@ -41,13 +41,11 @@ struct Shape {
   static constexpr bool kReplicated = Heads <= 16;    // every warp of a stream finishes all scores; else each its head tile
   static constexpr int kSlices = kReplicated ? 2 : 4;
   static constexpr int kStreams = 4 / kSlices;
-  static constexpr int kGroups = Heads > 32 ? 2 : 1;  // warps that share a slice, each with its own heads
-  static constexpr int kWarps = kSlices * kStreams * kGroups;
+  static constexpr int kWarps = kSlices * kStreams;
   static constexpr int kThreads = 32 * kWarps;
 
-  static constexpr int kGroupHeads = Heads / kGroups;
-  static constexpr int kHeadTiles = kGroupHeads / 8;  // n8 tiles of the MMA
-  static constexpr int kRowTiles = Rows / 16;         // m16 tiles of the scores, k16 tiles of the values
+  static constexpr int kHeadTiles = Heads / 8;    // n8 tiles of the MMA
+  static constexpr int kRowTiles = Rows / 16;     // m16 tiles of the scores, k16 tiles of the values
 
   static constexpr int kSliceDims = kLatent / kSlices;
   static constexpr int kDimTiles = kSliceDims / 16;  // k16 steps of the scores, m16 tiles of the values
@@ -62,43 +60,38 @@ struct Shape {
   // Dims whose values are loaded at once: as many as the registers allow beside the ones in use.
   static constexpr int kStepTiles = kEarlyValues ? kPieceTiles : kPieceTiles / (Heads == 32 && Rows == 32 ? 4 : 2);
   // Whether the compiler is told that a warp's number is the same in all its lanes. Addresses then take uniform registers: 1 to
-  // 2 % faster with up to 16 heads and with 32 in bf16; with 64 heads and with 32 in fp8 its schedule is 4 to 5 % slower.
-  static constexpr bool kUniformWarp = Heads <= 16 || (Heads == 32 && !Fp8);
-  // Warps that share a slice have the shared memory for it: the scores of the next tile are computed while those of this one are
-  // exchanged, with one barrier a tile.
-  static constexpr bool kPipelined = kGroups > 1;
+  // 2 % faster; with 32 heads in fp8 its schedule is 4 to 5 % slower.
+  static constexpr bool kUniformWarp = Heads <= 16 || !Fp8;
   // Two buffers of partial scores, used in turn, save the barrier between reading one tile's and writing the next.
-  static constexpr int kBuffers = Heads == 8 || kPipelined ? 2 : 1;
-  static constexpr int kDecisions = kPipelined ? 2 : 1;  // likewise for what owners decide
+  static constexpr int kBuffers = Heads == 8 ? 2 : 1;
   static constexpr int kPartialTiles = kReplicated ? kHeadTiles : kHeadTiles - 1;  // head tiles that a warp shows to others
 
   static constexpr int kIndexTiles = kAheadColumns / (kStreams * Rows);  // tiles in the index ring of a stream
   static constexpr int kTilesAhead = (kRing + kPieces - 1) / kPieces;
 
-  static_assert(Heads == 8 || Heads == 16 || Heads == 32 || Heads == 64, "heads of a block");
+  static_assert(Heads == 8 || Heads == 16 || Heads == 32, "heads of a block");
   static_assert(kReplicated || kHeadTiles == kSlices, "the warp of slice i finishes head tile i");
-  static_assert(kRing >= kPieces * (kGroups == 1 ? 1 : 4), "pieces in flight");
-  static_assert(kGroups == 1 || kRing % kPieces == 0, "warps that share a slice refill whole tiles");
-  // An index is fetched kIndexTiles ahead, has arrived kTilesAhead tiles later, and is read as long before its turn, in a tile of
-  // a private slice ahead of its barrier.
-  static_assert(kIndexTiles >= 2 * kTilesAhead + (kGroups == 1), "indices must arrive before the gather that uses them");
+  static_assert(kRing >= kPieces, "a whole tile");
+  // An index is fetched kIndexTiles ahead, has arrived kTilesAhead tiles later, and is read as long before its turn, in a tile
+  // ahead of its barrier.
+  static_assert(kIndexTiles > 2 * kTilesAhead, "indices must arrive before the gather that uses them");
 };
 
 template <class S>
 struct Shared {
   // [slice of a stream][ring][row][chunk]; before the first tile it holds Q, after the last one outputs.
   alignas(256) u8 tiles[S::kStreams * S::kSlices][S::kSliceRegion];
-  // Partial scores in fragment order. Replicated: [buffer][stream][slice][...]; else [buffer][group][owner of the head tile][...].
-  float4 partial[S::kBuffers][S::kStreams * S::kGroups][S::kSlices][S::kRowTiles][S::kPartialTiles][32];
-  // What the owner of a head tile decided: weights in the order of the MMA's B operand, and whether its maxima rose.
-  uint2 weights[S::kDecisions][S::kReplicated ? 1 : S::kGroups][S::kRowTiles][S::kHeadTiles][S::kReplicated ? 1 : 32];
-  float rescale[S::kDecisions][S::kHeads];
+  // Partial scores in fragment order. Replicated: [buffer][stream][slice][...]; else [0][0][owner of the head tile][...].
+  float4 partial[S::kBuffers][S::kStreams][S::kSlices][S::kRowTiles][S::kPartialTiles][32];
+  // What the owner of a head tile decided: weights, matrices of 8 rows by 8 heads, and whether its maxima rose.
+  u32 weights[S::kRowTiles][S::kReplicated ? 1 : S::kHeadTiles][2][S::kReplicated ? 4 : 32];
+  float rescale[S::kHeads];
   float norm[S::kHeads];
-  int grown[S::kDecisions][S::kGroups][4];
+  alignas(16) int grown[4];
   float2 sums[S::kStreams][S::kStreams > 1 ? S::kHeads : 1];  // maximum and sum of a stream's rows
   alignas(16) int ring[S::kStreams][S::kIndexTiles][S::kRows];  // indices of the coming tiles
   typename S::RowMask live[kMaxColumns / S::kRows + S::kStreams];  // bit per column: its index names a row; later per listed tile
-  u16 list[kMaxColumns / S::kRows];  // tiles with at least one such column
+  u16 list[kMaxColumns / S::kRows + 2 * S::kStreams];  // tiles with at least one such column
   int tiles_live;
   // What is needed once in a while, or after the last tile: registers are short in between.
   const int* indices;
@@ -115,14 +108,13 @@ struct Shared {
 // Which part of the block's work a warp does.
 template <class S>
 struct Place {
-  int warp, slice, stream, group;
+  int warp, slice, stream;
   __device__ __forceinline__ Place() {
     warp = threadIdx.x / 32;
     if constexpr (S::kUniformWarp) warp = __shfl_sync(kFullWarp, warp, 0);
     slice = warp % S::kSlices;
     stream = S::kStreams > 1 ? warp / S::kSlices : 0;
-    group = S::kGroups > 1 ? warp / S::kSlices : 0;
   }
-  // The n8 tile of the group's heads that this warp's head tile n is. Where each warp finishes one of them, that is its tile 0.
+  // The n8 tile of the heads that this warp's head tile n is. Where each warp finishes one of them, that is its tile 0.
   __device__ __forceinline__ int head_tile(int n) const { return S::kReplicated ? n : (n + slice) % S::kHeadTiles; }
 };

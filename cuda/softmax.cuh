@@ -83,22 +83,22 @@ __device__ __forceinline__ void add_partner(Scores<S>& s, const Shared<S>& sm, i
 
 // Not replicated: this warp's partial scores of one row tile, each head tile to its owner. Its own one, number 0, stays.
 template <class S>
-__device__ __forceinline__ void deal_scores(Shared<S>& sm, const float (&s)[S::kHeadTiles][4], int buffer, int r, const Place<S>& place) {
+__device__ __forceinline__ void deal_scores(Shared<S>& sm, const float (&s)[S::kHeadTiles][4], int r, const Place<S>& place) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 1; n < S::kHeadTiles; ++n) {
-    sm.partial[buffer][place.group][place.head_tile(n)][r][n - 1][lane] = make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
+    sm.partial[0][0][place.head_tile(n)][r][n - 1][lane] = make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
   }
 }
 
 // Not replicated: the scores of the head tile that this warp owns, from its own partial ones and those dealt to it.
 template <class S>
-__device__ __forceinline__ void add_dealt(float (&s)[S::kRowTiles][1][4], const Shared<S>& sm, int buffer, const Place<S>& place) {
+__device__ __forceinline__ void add_dealt(float (&s)[S::kRowTiles][1][4], const Shared<S>& sm, const Place<S>& place) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < S::kRowTiles; ++r) {
 #pragma unroll
-    for (int i = 0; i < S::kPartialTiles; ++i) add_fragment(s[r][0], sm.partial[buffer][place.group][place.slice][r][i][lane]);
+    for (int i = 0; i < S::kPartialTiles; ++i) add_fragment(s[r][0], sm.partial[0][0][place.slice][r][i][lane]);
   }
 }
 
@@ -159,14 +159,16 @@ __device__ __forceinline__ void raise_maxima(Running<HeadTiles>& running, const 
   }
 }
 
-// Adds the weights of one fragment to the running sums and turns them into the B operand of the second product.
-template <class S, int HeadTiles>
-__device__ __forceinline__ uint2 take_weights(const float (&w)[4], Running<HeadTiles>& running, int n) {
+template <int HeadTiles>
+__device__ __forceinline__ void add_weights(Running<HeadTiles>& running, int n, const float (&w)[4]) {
   running.sum[n][0] += w[0] + w[2];
   running.sum[n][1] += w[1] + w[3];
-  const u32 upper = S::kFp8 ? pack_f16(w[0], w[1]) : pack_bf16(w[0], w[1]);
-  const u32 lower = S::kFp8 ? pack_f16(w[2], w[3]) : pack_bf16(w[2], w[3]);
-  return make_uint2(transpose_matrix(upper), transpose_matrix(lower));
+}
+
+// Weights of one fragment, rounded: the upper eight rows and the lower. Transposed they are the B operand of the second product.
+template <class S>
+__device__ __forceinline__ uint2 pack_weights(const float (&w)[4]) {
+  return S::kFp8 ? make_uint2(pack_f16(w[0], w[1]), pack_f16(w[2], w[3])) : make_uint2(pack_bf16(w[0], w[1]), pack_bf16(w[2], w[3]));
 }
 
 template <class S>
@@ -198,66 +200,79 @@ __device__ __forceinline__ void weigh_all(const Scores<S>& s, const float (&scal
   for (int r = 0; r < S::kRowTiles; ++r) {
 #pragma unroll
     for (int n = 0; n < S::kHeadTiles; ++n) {
-      const uint2 pair = take_weights<S>(w[r][n], running, n);
-      p[r][n][0] = pair.x;
-      p[r][n][1] = pair.y;
+      add_weights(running, n, w[r][n]);
+      const uint2 pair = pack_weights<S>(w[r][n]);
+      p[r][n][0] = transpose_matrix(pair.x);
+      p[r][n][1] = transpose_matrix(pair.y);
     }
   }
 }
 
-// Not replicated: a warp keeps the weights of the head tile that it owns as its head tile 0, and leaves them, and what it decided,
-// to the others. `set` says where.
 template <class S>
-__device__ __forceinline__ bool weigh_own(Shared<S>& sm, const float (&s)[S::kRowTiles][1][4], int set, const Place<S>& place,
-                                          const float (&scale)[1][2], u32 live, float limit, Running<1>& running, Weights<S>& p) {
-  const int lane = threadIdx.x % 32, slice = place.slice, group = place.group;
+__device__ __forceinline__ void leave_weights(Shared<S>& sm, const float (&w)[S::kRowTiles][1][4], int slice) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < S::kRowTiles; ++r) {
+    const uint2 pair = pack_weights<S>(w[r][0]);
+    sm.weights[r][slice][0][lane] = pair.x;
+    sm.weights[r][slice][1][lane] = pair.y;
+  }
+}
+
+// Not replicated: a warp leaves the weights of the head tile that it owns, and what it decided, to all. The weights are left
+// before the vote on the maxima: they stand but for a few tiles of a row, and then they are left again.
+template <class S>
+__device__ __forceinline__ void weigh_own(Shared<S>& sm, const float (&s)[S::kRowTiles][1][4], const Place<S>& place,
+                                          const float (&scale)[1][2], u32 live, float limit, Running<1>& running) {
+  const int lane = threadIdx.x % 32;
   float w[S::kRowTiles][1][4];
-  const bool grown = __any_sync(kFullWarp, exponentiate(w, running, scale, s, live) > limit);
+  const float largest = exponentiate(w, running, scale, s, live);
+  leave_weights(sm, w, place.slice);
+  const bool grown = __any_sync(kFullWarp, largest > limit);
   if (grown) {
     float factor[1][2];
     raise_maxima(running, scale, s, live, factor);
     if (lane < 4) {
-      float* rescale = &sm.rescale[set][group * S::kGroupHeads + 8 * slice + 2 * lane];
+      float* rescale = &sm.rescale[8 * place.slice + 2 * lane];
       rescale[0] = factor[0][0];
       rescale[1] = factor[0][1];
     }
     exponentiate(w, running, scale, s, live);
+    leave_weights(sm, w, place.slice);
   }
-  if (lane == 0) sm.grown[set][group][slice] = grown;
+  if (lane == 0) sm.grown[place.slice] = grown;
 #pragma unroll
-  for (int r = 0; r < S::kRowTiles; ++r) {
-    const uint2 pair = take_weights<S>(w[r][0], running, 0);
-    p[r][0][0] = pair.x;
-    p[r][0][1] = pair.y;
-    sm.weights[set][group][r][slice][lane] = pair;
-  }
-  return grown;
+  for (int r = 0; r < S::kRowTiles; ++r) add_weights(running, 0, w[r][0]);
 }
 
-// The weights that the other owners left, after a barrier.
+// The weights that the owners left, after a barrier; transposed on the way.
 template <class S>
-__device__ __forceinline__ void collect_weights(const Shared<S>& sm, int set, const Place<S>& place, Weights<S>& p) {
-  const int lane = threadIdx.x % 32, group = place.group;
+__device__ __forceinline__ void collect_weights(const Shared<S>& sm, Weights<S>& p) {
+  const u32 matrices = shared_address(sm.weights) + 16 * (threadIdx.x % 32);
 #pragma unroll
   for (int r = 0; r < S::kRowTiles; ++r) {
 #pragma unroll
-    for (int n = 1; n < S::kHeadTiles; ++n) {
-      const uint2 pair = sm.weights[set][group][r][place.head_tile(n)][lane];
-      p[r][n][0] = pair.x;
-      p[r][n][1] = pair.y;
+    for (int n = 0; n < S::kHeadTiles; n += 2) {
+      u32 two[4];
+      load_matrices_transposed(two, matrices + (r * S::kHeadTiles + n) * 256);
+      p[r][n][0] = two[0];
+      p[r][n][1] = two[1];
+      p[r][n + 1][0] = two[2];
+      p[r][n + 1][1] = two[3];
     }
   }
 }
 
-// Some owner of the block has raised its maxima.
+// Owners that have raised their maxima have left the factors for what has been summed so far.
 template <class S>
-__device__ __forceinline__ void follow_maxima(const Shared<S>& sm, int set, const Place<S>& place, Output<S>& o) {
-  const int lane = threadIdx.x % 32, group = place.group;
+__device__ __forceinline__ void follow_maxima(const Shared<S>& sm, Output<S>& o) {
+  const int4 flags = *reinterpret_cast<const int4*>(sm.grown);
+  const int grown[4] = {flags.x, flags.y, flags.z, flags.w};
+  if ((flags.x | flags.y | flags.z | flags.w) == 0) return;
 #pragma unroll
   for (int n = 0; n < S::kHeadTiles; ++n) {
-    const int tile = place.head_tile(n);
-    if (sm.grown[set][group][tile]) {
-      const float* rescale = &sm.rescale[set][group * S::kGroupHeads + 8 * tile + 2 * (lane % 4)];
+    if (grown[n]) {
+      const float* rescale = &sm.rescale[8 * n + 2 * (threadIdx.x % 4)];
       rescale_output<S>(o, n, rescale[0], rescale[1]);
     }
   }

@@ -34,16 +34,16 @@ struct SparseMla {
 // empty row.
 template <class S>
 __device__ __forceinline__ void write_quarter(u8* stage, const SparseMla& a, const Quarter<S>& o, float (&norm)[S::kHeadTiles][2],
-                                              float kv_scale, int token, int head_block, int quarter, const Place<S>& place) {
+                                              float kv_scale, int token, int head_block, int quarter) {
   const int lane = threadIdx.x % 32;
-  const int first_head = head_block * S::kHeads + place.group * S::kGroupHeads;
+  const int first_head = head_block * S::kHeads;
   if (gridDim.y == 1) {
 #pragma unroll
     for (int n = 0; n < S::kHeadTiles; ++n) {
       norm[n][0] *= kv_scale;
       norm[n][1] *= kv_scale;
     }
-    stage_output<S>(stage, o, norm, place);
+    stage_output<S>(stage, o, norm);
     __syncwarp();
     u8* out = a.out + token * a.out_token_stride + first_head * a.out_head_stride + quarter * kQuarterDims * 2;
     store_output<S>(stage, out, a.out_head_stride, a.heads - first_head);
@@ -51,12 +51,12 @@ __device__ __forceinline__ void write_quarter(u8* stage, const SparseMla& a, con
   }
   const i64 block = (static_cast<i64>(token) * gridDim.y + blockIdx.y) * a.head_blocks + head_block;
   constexpr int kFragments = kQuarterTiles * S::kHeadTiles * 32;
-  float4* partial = a.partial_output + (block * S::kGroups * kQuarters + place.group * kQuarters + quarter) * kFragments + lane;
+  float4* partial = a.partial_output + (block * kQuarters + quarter) * kFragments + lane;
 #pragma unroll
   for (int d = 0; d < kQuarterTiles; ++d) {
 #pragma unroll
     for (int n = 0; n < S::kHeadTiles; ++n) {
-      partial[(d * S::kHeadTiles + place.head_tile(n)) * 32] =
+      partial[(d * S::kHeadTiles + n) * 32] =
           make_float4(o[d][n][0] * kv_scale, o[d][n][1] * kv_scale, o[d][n][2] * kv_scale, o[d][n][3] * kv_scale);
     }
   }
@@ -75,18 +75,17 @@ __device__ __forceinline__ void write_sums(const SparseMla& a, int token, int he
 }
 
 // Two streams have summed different rows of the same heads and dims. Each hands one half of its dims to the other and keeps the
-// sum of the rest: `Kept` is the half.
+// rest: `Kept` is the half.
 template <class S, int Kept>
-__device__ __forceinline__ void give_half(float4* given, const Output<S>& o, Quarter<S>& kept, const float (&factor)[S::kHeadTiles][2]) {
+__device__ __forceinline__ void give_half(float4* given, const Output<S>& o, Quarter<S>& kept) {
 #pragma unroll
   for (int d = 0; d < kQuarterTiles; ++d) {
 #pragma unroll
     for (int n = 0; n < S::kHeadTiles; ++n) {
       const float(&away)[4] = o[(1 - Kept) * kQuarterTiles + d][n];
-      given[(d * S::kHeadTiles + n) * 32] =
-          make_float4(away[0] * factor[n][0], away[1] * factor[n][1], away[2] * factor[n][0], away[3] * factor[n][1]);
+      given[(d * S::kHeadTiles + n) * 32] = make_float4(away[0], away[1], away[2], away[3]);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) kept[d][n][i] = o[Kept * kQuarterTiles + d][n][i] * factor[n][i % 2];
+      for (int i = 0; i < 4; ++i) kept[d][n][i] = o[Kept * kQuarterTiles + d][n][i];
     }
   }
 }
@@ -105,34 +104,38 @@ __device__ __forceinline__ void join_streams(Shared<S>& sm, const Place<S>& plac
       }
     }
   }
+  float4* given = reinterpret_cast<float4*>(sm.tiles[place.stream * S::kSlices + place.slice]) + lane;
+  const float4* taken = reinterpret_cast<const float4*>(sm.tiles[(1 - place.stream) * S::kSlices + place.slice]) + lane;
+  if (place.stream == 0) {
+    give_half<S, 0>(given, o, quarter);
+  } else {
+    give_half<S, 1>(given, o, quarter);
+  }
   __syncthreads();
-  float factor[S::kHeadTiles][2];
 #pragma unroll
   for (int n = 0; n < S::kHeadTiles; ++n) {
+    float own[2], other[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int head = 8 * n + 2 * (lane % 4) + i;
       const float2 first = sm.sums[0][head], second = sm.sums[1][head];
       const float maximum = fmaxf(first.x, second.x);
-      factor[n][i] = exp2_approx(running.maximum[n][i] - maximum);
-      running.sum[n][i] = exp2_approx(first.x - maximum) * first.y + exp2_approx(second.x - maximum) * second.y;
+      const float factors[2] = {exp2_approx(first.x - maximum), exp2_approx(second.x - maximum)};
+      running.sum[n][i] = factors[0] * first.y + factors[1] * second.y;
       running.maximum[n][i] = maximum;
+      own[i] = place.stream == 0 ? factors[0] : factors[1];
+      other[i] = place.stream == 0 ? factors[1] : factors[0];
+    }
+#pragma unroll
+    for (int d = 0; d < kQuarterTiles; ++d) {
+      const float4 part = taken[(d * S::kHeadTiles + n) * 32];
+      quarter[d][n][0] = quarter[d][n][0] * own[0] + part.x * other[0];
+      quarter[d][n][1] = quarter[d][n][1] * own[1] + part.y * other[1];
+      quarter[d][n][2] = quarter[d][n][2] * own[0] + part.z * other[0];
+      quarter[d][n][3] = quarter[d][n][3] * own[1] + part.w * other[1];
     }
   }
-  float4* given = reinterpret_cast<float4*>(sm.tiles[place.stream * S::kSlices + place.slice]) + lane;
-  const float4* taken = reinterpret_cast<const float4*>(sm.tiles[(1 - place.stream) * S::kSlices + place.slice]) + lane;
-  if (place.stream == 0) {
-    give_half<S, 0>(given, o, quarter, factor);
-  } else {
-    give_half<S, 1>(given, o, quarter, factor);
-  }
-  __syncthreads();
-#pragma unroll
-  for (int d = 0; d < kQuarterTiles; ++d) {
-#pragma unroll
-    for (int n = 0; n < S::kHeadTiles; ++n) add_fragment(quarter[d][n], taken[(d * S::kHeadTiles + n) * 32]);
-  }
-  __syncthreads();  // what was taken makes room for the staging of rows
+  if (gridDim.y == 1) __syncthreads();  // what was taken makes room for the staging of rows
 }
 
 // Waits for piece `piece` of the next tile of a private slice: kRing pieces have been asked for from that tile's first one on.
@@ -151,19 +154,25 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
   Shared<S>& sm = *reinterpret_cast<Shared<S>*>(dynamic_shared);
   const int lane = threadIdx.x % 32;
   const Place<S> place;
-  const int warp = place.warp, slice = place.slice, stream = place.stream, group = place.group;
+  const int warp = place.warp, slice = place.slice, stream = place.stream;
   const int token = blockIdx.x / a.head_blocks, head_block = blockIdx.x % a.head_blocks;
-  const int first_head = head_block * S::kHeads + group * S::kGroupHeads;
+  const int first_head = head_block * S::kHeads;
   const int first_column = blockIdx.y * a.split_columns;
+  if (gridDim.y > 1) launch_dependents();  // the merge: its blocks wait wherever this kernel leaves room
   const int columns = max(0, min(a.columns - first_column, a.split_columns));
   const int* idx = a.indices + token * a.index_stride + first_column;
   u8* region = sm.tiles[stream * S::kSlices + slice];
 
-  // Q and the index columns are fetched together: two latencies in one.
-  u8* stage = region + group * S::kGroupHeads * S::kSliceDims * 2;
-  stage_query<S>(stage, a.q + token * a.q_token_stride + first_head * a.q_head_stride + slice * S::kSliceDims * 2, a.q_head_stride,
+  // Q and the index columns are fetched together: two latencies in one. The few columns of a split are the work of one warp, and
+  // nobody waits for it before Q has come too.
+  const bool few = columns <= kAheadColumns;
+  stage_query<S>(region, a.q + token * a.q_token_stride + first_head * a.q_head_stride + slice * S::kSliceDims * 2, a.q_head_stride,
                  a.heads - first_head);
-  scan_columns(sm, idx, columns, a.rows);
+  if (!few) {
+    scan_columns(sm, idx, columns, a.rows);
+  } else if (warp == 0) {
+    scan_few_columns(sm, idx, columns, a.rows);
+  }
   const float kv_scale = a.kv_scale != nullptr ? __ldg(a.kv_scale) : 1.0f;
   if (threadIdx.x == 0) {
     sm.indices = idx;
@@ -175,12 +184,12 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
   wait_copies<0>();
   __syncwarp();
   Query<S> q;
-  load_query<S>(q, stage, place);
+  load_query<S>(q, region, place);
   if constexpr (S::kFp8) publish_query_max(sm, q, place);
   __syncthreads();
-  if (warp == 0) list_live_tiles(sm, columns);
+  if (!few && warp == 0) list_live_tiles(sm, columns);
   constexpr int kOwnTiles = S::kReplicated ? S::kHeadTiles : 1;  // head tiles whose softmax this warp computes
-  const int own_head = group * S::kGroupHeads + (S::kReplicated ? 0 : 8 * slice) + 2 * (lane % 4);
+  const int own_head = (S::kReplicated ? 0 : 8 * slice) + 2 * (lane % 4);
   float scale[kOwnTiles][2];
 #pragma unroll
   for (int n = 0; n < kOwnTiles; ++n) {
@@ -207,8 +216,10 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
   };
   __syncthreads();
   const int listed = sm.tiles_live;
-  fill_ring(sm, idx, columns, listed);
-  __syncthreads();
+  if (!few) {
+    fill_ring(sm, idx, columns, listed);
+    __syncthreads();
+  }
   // Of each stream: every other one of the list. The last one of the second stream may be empty: with as many barriers in either,
   // racecheck can follow them.
   const int tiles = (listed + S::kStreams - 1) / S::kStreams;
@@ -218,14 +229,11 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
   Running<kOwnTiles> running;
   running.start();
 
-  // A slice that belongs to one warp is gathered, read and refilled by that warp alone, piece by piece. A slice shared by two
-  // warps needs the block: its tile has arrived, and its place is free, after the barrier that hands the weights round.
-  constexpr bool kPrivate = S::kGroups == 1;
-  constexpr int kFirst = kPrivate ? S::kRing : S::kRing - S::kPieces;  // pieces asked for before the loop
+  // A slice is gathered, read and refilled by its warp alone, piece by piece.
   const u32 ring = shared_address(region);
   u32 keys = ring + keys_lane(), values_of_bf16 = ring + values_lane();
   Source source = {a.kv + slice * S::kPieces * kPieceRowBytes + 16 * (lane % 8), a.kv_stride, static_cast<u32>(a.rows),
-                   ring + group * (S::kRows / S::kGroups) * kPieceRowBytes + swizzled(lane / 8, lane % 8, kPieceRowBytes)};
+                   ring + swizzled(lane / 8, lane % 8, kPieceRowBytes)};
   keep(keys);
   if constexpr (!S::kFp8) keep(values_of_bf16);
   const u32& values = S::kFp8 ? keys : values_of_bf16;  // the lanes' rows of e4m3 are the same for K and V
@@ -233,58 +241,35 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
   if constexpr (!kScarce) keep(source.target);
   TileRows<S> next;
 #pragma unroll
-  for (int piece = 0; piece < kFirst; ++piece) {
+  for (int piece = 0; piece < S::kRing; ++piece) {
     if (piece % S::kPieces == 0) next.read(sm, place, piece / S::kPieces);
     gather_piece<S>(source, piece * S::kPieceBytes, piece % S::kPieces, next);
   }
   int first = 0;  // place in the ring of the tile's first piece
-  // Asks for the piece kFirst pieces after piece `piece` of tile `t`: in a private slice it takes the place of that one.
+  // The piece kRing pieces after piece `piece` of tile `t` takes the place of that one.
   const auto read_next = [&](int t, int piece) {
-    const int ahead = piece + kFirst;
+    const int ahead = piece + S::kRing;
     if (ahead % S::kPieces == 0) next.read(sm, place, t + ahead / S::kPieces);
   };
   const auto gather_next = [&](int target, int piece) {
-    gather_piece<S>(source, piece_offset<S>(target, piece), (piece + kFirst) % S::kPieces, next);
+    gather_piece<S>(source, piece_offset<S>(target, piece), (piece + S::kRing) % S::kPieces, next);
   };
   const auto prefetch = [&](int t) {
     constexpr int kTilesPerFetch = 32 / S::kRows;
-    const int fetch = t / kTilesPerFetch;
-    const bool mine = S::kStreams > 1 ? fetch % S::kSlices == slice : fetch % S::kWarps == warp;
-    if (t % kTilesPerFetch == 0 && mine) prefetch_indices(sm, stream, t + S::kIndexTiles);
+    const bool mine = t / kTilesPerFetch % S::kSlices == slice;
+    // Past the last tile as far as gathers look ahead: what stands in the ring there is old.
+    const bool wanted = t + S::kIndexTiles < tiles + S::kTilesAhead;
+    if (t % kTilesPerFetch == 0 && mine && wanted) prefetch_indices(sm, stream, t + S::kIndexTiles, tiles);
   };
-  // Scores of a whole tile that has arrived, `at` its place in the ring; all but those of this warp's own head tile are dealt out.
-  const auto score_and_deal = [&](float(&own)[S::kRowTiles][1][4], int at, int buffer) {
-#pragma unroll
-    for (int r = 0; r < S::kRowTiles; ++r) {
-      ScoreSets<S> sets = {};
-#pragma unroll
-      for (int piece = 0; piece < S::kPieces; ++piece) multiply_keys<S>(sets, q, r, keys, piece_offset<S>(at, piece), piece);
-      float s[S::kHeadTiles][4];
-      join_sets<S>(s, sets);
-      deal_scores<S>(sm, s, buffer, r, place);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) own[r][0][i] = s[0][i];
-    }
-  };
-  const auto next_place = [&](int at, int pieces) { return at + pieces < S::kRing ? at + pieces : at + pieces - S::kRing; };
   // Each warp of a stream says when it has read the other's partial scores.
   constexpr int kRead = 1 + S::kStreams;  // barriers of the warps
   constexpr bool kSingle = S::kReplicated && S::kBuffers == 1;
   if constexpr (kSingle) named_arrive<64>(kRead + (warp ^ 1));
-  float own[S::kRowTiles][1][4];
-  if constexpr (S::kPipelined) {
-    wait_copies<kFirst - S::kPieces>();
-    __syncthreads();
-    score_and_deal(own, 0, 0);
-    wait_copies<kFirst - 2 * S::kPieces>();
-    __syncthreads();
-  }
   const float limit = weight_limit<S>(listed * S::kRows);
   for (int t = 0; t < tiles; ++t) {
     const u32 live = live_of(t);
-    const int set = S::kDecisions > 1 ? t % 2 : 0, buffer = S::kBuffers > 1 ? t % 2 : 0;
+    const int buffer = S::kBuffers > 1 ? t % 2 : 0;
     Weights<S> p;
-    bool grown = false;
     if constexpr (S::kReplicated) {
       Scores<S> s;
       {
@@ -329,32 +314,29 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
         if constexpr (kSingle) named_arrive<64>(kRead + (warp ^ 1));
         weigh_all<S>(s, scale, live, limit, running, o, p);
       }
-    } else if constexpr (S::kPipelined) {
-      float s[S::kRowTiles][1][4];
-#pragma unroll
-      for (int r = 0; r < S::kRowTiles; ++r) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[r][0][i] = own[r][0][i];
-      }
-      add_dealt<S>(s, sm, buffer, place);
-      score_and_deal(own, next_place(first, S::kPieces), 1 - buffer);  // of the next tile; after the last one nobody reads them
-      load_scale();
-      const bool raised = weigh_own<S>(sm, s, set, place, scale, live, limit, running, p);
-      read_next(t, 0);
-      wait_copies<S::kRing - 4 * S::kPieces>();
-      grown = __syncthreads_or(raised);
     } else {
       wait_piece<S>(S::kPieces - 1);
-      score_and_deal(own, first, buffer);
+      float own[S::kRowTiles][1][4];
+#pragma unroll
+      for (int r = 0; r < S::kRowTiles; ++r) {
+        ScoreSets<S> sets = {};
+#pragma unroll
+        for (int piece = 0; piece < S::kPieces; ++piece) multiply_keys<S>(sets, q, r, keys, piece_offset<S>(first, piece), piece);
+        float s[S::kHeadTiles][4];
+        join_sets<S>(s, sets);
+        deal_scores<S>(sm, s, r, place);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) own[r][0][i] = s[0][i];
+      }
       __syncthreads();
-      add_dealt<S>(own, sm, buffer, place);
+      add_dealt<S>(own, sm, place);
       load_scale();
-      const bool raised = weigh_own<S>(sm, own, set, place, scale, live, limit, running, p);
+      weigh_own<S>(sm, own, place, scale, live, limit, running);
       read_next(t, 0);
-      grown = __syncthreads_or(raised);
+      __syncthreads();
+      collect_weights<S>(sm, p);
     }
     if constexpr (!S::kEarlyValues) {
-      if constexpr (!S::kReplicated) collect_weights<S>(sm, set, place, p);
       // Values are loaded one step ahead of their products. Steps go through the row tiles of some dims, then through the dims.
       constexpr int kPieceSteps = S::kPieceTiles / S::kStepTiles * S::kRowTiles, kSteps = S::kPieces * kPieceSteps;
       Values<S> v[2];
@@ -363,16 +345,12 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
         load_values<S>(v[step % 2], step % S::kRowTiles, values, piece_offset<S>(first, step / kPieceSteps), within);
       };
       load_step(0);
-      if (!S::kReplicated && grown) follow_maxima<S>(sm, set, place, o);
+      if constexpr (!S::kReplicated) follow_maxima<S>(sm, o);
       prefetch(t);
-      if constexpr (!kPrivate) {
-#pragma unroll
-        for (int piece = 0; piece < S::kPieces; ++piece) gather_next(next_place(first, kFirst), piece);
-      }
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         if (step + 1 < kSteps) load_step(step + 1);
-        if (kPrivate && step % kPieceSteps == kPieceSteps - 1) {
+        if (step % kPieceSteps == kPieceSteps - 1) {
           const int piece = step / kPieceSteps;
           __syncwarp();  // the warp has read the piece that is filled again
           if (piece > 0) read_next(t, piece);
@@ -381,10 +359,11 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
         multiply_values<S>(o, p, step % S::kRowTiles, v[step % 2], step / S::kRowTiles * S::kStepTiles);
       }
     }
-    first = next_place(first, S::kPieces);
+    first += first + S::kPieces < S::kRing ? S::kPieces : S::kPieces - S::kRing;
   }
   if constexpr (kSingle) named_barrier<64>(kRead + warp);
   wait_copies<0>();
+  __syncwarp();  // the other lanes' copies as well: what follows overwrites the tiles
 
   running.finish();
   float norm[S::kHeadTiles][2];
@@ -416,15 +395,15 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
     }
   }
   if constexpr (!S::kReplicated) {
-    __syncthreads();  // also: both warps of a shared slice are done with its last tile, which the staging overwrites
+    __syncthreads();
 #pragma unroll
     for (int n = 0; n < S::kHeadTiles; ++n) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) norm[n][i] = sm.norm[group * S::kGroupHeads + 8 * place.head_tile(n) + 2 * (lane % 4) + i];
+      for (int i = 0; i < 2; ++i) norm[n][i] = sm.norm[8 * n + 2 * (lane % 4) + i];
     }
   }
   const int quarter = S::kStreams > 1 ? slice * S::kStreams + stream : slice;
-  write_quarter<S>(region + group * S::kGroupHeads * kQuarterDims * 2, a, outcome, norm, sm.kv_scale, sm.token, sm.head_block, quarter, place);
+  write_quarter<S>(region, a, outcome, norm, sm.kv_scale, sm.token, sm.head_block, quarter);
 }
 
 #define SPARSE_MLA_VARIANT(name, heads, fp8, tile_rows, ring, blocks, bytes)                                                   \

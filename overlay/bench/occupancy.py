@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from overlay.kernel.launch import SparseMLA
+from overlay.kernel.variants import Variant
 
 SM120_SHARED = 100 * 1024  # bytes a multiprocessor
 RESERVED = 1024  # bytes that the driver takes for each block
@@ -26,12 +27,12 @@ def padded(shared_bytes: int, blocks: int, available: int) -> int:
 
 
 @contextmanager
-def as_on_sm120(kernel: SparseMLA) -> Iterator[int]:
-    """Pads the kernel's launches while the context lasts; yields the blocks a multiprocessor then holds."""
-    own = kernel.shared_bytes
+def as_on_sm120(kernel: SparseMLA) -> Iterator[dict[Variant, int]]:
+    """Pads the kernel's launches while the context lasts; yields the blocks that a multiprocessor then holds."""
+    own = dict(kernel.shared_bytes)
     available = torch.cuda.get_device_properties(kernel.device).shared_memory_per_multiprocessor
-    blocks = blocks_on_sm120(own)
-    kernel.reserve_shared(padded(own, blocks, available))
+    blocks = {variant: blocks_on_sm120(size) for variant, size in own.items()}
+    kernel.reserve_shared({variant: padded(size, blocks[variant], available) for variant, size in own.items()})
     try:
         yield blocks
     finally:

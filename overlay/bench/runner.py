@@ -48,6 +48,7 @@ def _ours(case: Case, calls: list[Inputs], peak: float) -> dict[str, object]:
     def attend(call: Inputs) -> None:
         kernel(call.q, call.kv, call.indices, call.scale, call.out, workspace)
 
+    plan = kernel.plan(case.tokens, case.columns)
     with as_on_sm120(kernel) as blocks:
         error = _check(case, calls[0], attend)
         timed = [lambda call=call: attend(call) for call in calls]
@@ -64,7 +65,9 @@ def _ours(case: Case, calls: list[Inputs], peak: float) -> dict[str, object]:
         "tflops": case.flop / us / 1e6,
         "gbps": case.gathered_bytes / us / 1e3,
         "error": error,
-        "blocks_per_sm": blocks,
+        "variant": plan.variant.name,
+        "splits": plan.splits,
+        "blocks_per_sm": blocks[plan.variant],
     }
 
 

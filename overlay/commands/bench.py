@@ -18,6 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=_numbers, metavar="LIST", help="token counts (1,8,64,128,1024,4096)")
     parser.add_argument("--no-peers", action="store_true", help="leave the peers out: they compile for minutes")
     parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="where the time of some calls goes, by Nsight Compute (ncu), instead of the bench",
+    )
+    parser.add_argument(
         "--project",
         type=Path,
         metavar="FILE",
@@ -46,6 +51,8 @@ def run(options: argparse.Namespace) -> int:
 
     directory = options.out or measurement.DIRECTORY
     outputs.require_folder(directory, "--out")
+    if options.profile:
+        return _profile(options, directory)
     if options.plot:
         outputs.require_file(options.plot, "--plot")
         report.figure_class()
@@ -72,6 +79,18 @@ def run(options: argparse.Namespace) -> int:
     if stopped is not None:
         raise stopped
     return 1 if options.check and not all(bar.met for bar in verdict) else 0
+
+
+def _profile(options: argparse.Namespace, directory: Path) -> int:
+    from overlay import measurement
+    from overlay.bench import cases, profile
+    from overlay.table import table
+
+    rows = profile.rows(options.heads or cases.HEADS, options.tokens or profile.TOKENS)
+    document = {**measurement.provenance(), "rows": rows}
+    print(json.dumps(document) if options.json else f"{document['gpu']}\n{table(*profile.cells(rows))}")
+    print(f"kept in {measurement.keep('profile', document, directory)}", file=sys.stderr)
+    return 0
 
 
 def _project(file: Path, as_json: bool) -> int:

@@ -5,6 +5,7 @@ nothing and never synchronises, so it can be captured into a CUDA graph and repl
 """
 
 import math
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -14,49 +15,57 @@ import torch
 from overlay.kernel import contract
 from overlay.kernel import plan as planning
 from overlay.kernel.build import attention_program, index_rows_program, merge_program
+from overlay.kernel.early import starting_early
 from overlay.kernel.errors import KernelError
 from overlay.kernel.load import allow_shared, cuda_device, cupy_stream, load_function
-from overlay.kernel.variants import LATENT, Variant, variant_for
-
-MERGE_WARPS = 4  # fragments of a head tile that a block of the merge joins; a head tile has LATENT / 16
+from overlay.kernel.plan import MERGE_WARPS, Plan
+from overlay.kernel.variants import LATENT, Variant, variants_for
 
 
 class SparseMLA:
     """Sparse MLA attention without rope on one device, for one head count and KV dtype."""
 
-    def __init__(self, device: torch.device, num_heads: int, variant: Variant, main: Any, merge: Any) -> None:
+    def __init__(
+        self, device: torch.device, num_heads: int, kv_dtype: str, functions: Mapping[Variant, Any], merge: Any
+    ) -> None:
+        """`functions`: every variant of `variants_for`, loaded."""
         self.device = device
         self.num_heads = num_heads
-        self.variant = variant
+        self.kv_dtype = kv_dtype
         self.sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        self.shared_bytes = variant.shared_bytes
-        self._main = main
+        self.shared_bytes = {variant: variant.shared_bytes for variant in functions}
+        self._functions = functions
         self._merge = merge
 
     @staticmethod
     def load(device: torch.device, num_heads: int, kv_dtype: str) -> "SparseMLA":
         """Compile or read from the cache, load, and run once; the second call with the same arguments is free.
 
-        Head counts between the variants are padded to the next one; above 64 several blocks share the heads.
+        Head counts that no variant has are padded; above 32 several blocks share the heads.
 
         Raises:
             ValueError: no heads, or a KV dtype other than "bf16" and "fp8".
             KernelError: no suitable GPU, compiler or driver, or a GPU that computes something else.
         """
-        variant_for(num_heads, kv_dtype)
+        variants_for(num_heads, kv_dtype)
         return _load_attention(cuda_device(torch.device(device)), num_heads, kv_dtype)
 
-    def reserve_shared(self, size: int) -> None:
-        """Launch with `size` bytes of dynamic shared memory instead of what the variant needs.
+    def reserve_shared(self, sizes: Mapping[Variant, int]) -> None:
+        """Launch with these bytes of dynamic shared memory instead of what the variants need.
 
         More of it lets fewer blocks share a multiprocessor: the bench holds other GPUs to the occupancy of sm_12x.
         """
-        allow_shared(self._main, size)
-        self.shared_bytes = size
+        for variant, size in sizes.items():
+            allow_shared(self._functions[variant], size)
+            self.shared_bytes[variant] = size
+
+    def plan(self, tokens: int, columns: int, splits: int | None = None, variant: Variant | None = None) -> Plan:
+        """How a call is cut into blocks; `splits` and `variant` force what is else chosen."""
+        return planning.plan(self.num_heads, self.kv_dtype, tokens, columns, self.sm_count, splits, variant)
 
     def workspace_bytes(self, max_tokens: int, topk_width: int) -> int:
         """Bytes for the partial results of any call of up to `max_tokens` rows of `topk_width` columns."""
-        return planning.workspace_bytes(self.variant, self.num_heads, max_tokens, topk_width, self.sm_count)
+        return planning.workspace_bytes(self.num_heads, self.kv_dtype, max_tokens, topk_width, self.sm_count)
 
     def __call__(
         self,
@@ -70,6 +79,7 @@ class SparseMLA:
         k_scale: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         splits: int | None = None,
+        variant: Variant | None = None,
     ) -> None:
         """Write `out`, and `lse` where it is given.
 
@@ -83,26 +93,25 @@ class SparseMLA:
             k_scale: one float32 on the device, the factor of e4m3 rows; 1 if left out.
             lse: [T, H] float32, natural log of the sum of exponentials; -inf where a token has no valid index.
             splits: forces the number of blocks that share an index row, 1 to 32.
+            variant: forces one of `variants_for`.
 
         Raises:
             ValueError: an argument breaks the contract; nothing was launched.
         """
-        contract.check_attention(
-            self.device, self.num_heads, self.variant.kv_dtype, q, kv_rows, indices, out, k_scale, lse
-        )
+        contract.check_attention(self.device, self.num_heads, self.kv_dtype, q, kv_rows, indices, out, k_scale, lse)
         tokens, columns = indices.shape
         if tokens == 0:
             return
-        variant = self.variant
-        plan = planning.plan(variant, self.num_heads, tokens, columns, self.sm_count, splits)
-        contract.check_workspace(workspace, self.device, plan.partial_bytes(variant, tokens))
+        plan = self.plan(tokens, columns, splits, variant)
+        variant = plan.variant
+        contract.check_workspace(workspace, self.device, plan.partial_bytes(tokens))
         split = plan.splits > 1
         partial_output = workspace.data_ptr() if split else 0
-        partial_sums = partial_output + plan.output_bytes(variant, tokens) if split else 0
+        partial_sums = partial_output + plan.output_bytes(tokens) if split else 0
         out_pointer, out_strides = out.data_ptr(), (out.stride(0) * 2, out.stride(1) * 2)
         lse_pointer, lse_stride = (0, 0) if lse is None else (lse.data_ptr(), lse.stride(0))
         stream = cupy_stream(torch.cuda.current_stream(self.device).cuda_stream)
-        self._main(
+        self._functions[variant](
             (tokens * plan.head_blocks, plan.splits),
             (variant.threads,),
             (
@@ -127,23 +136,23 @@ class SparseMLA:
                 partial_output,
                 partial_sums,
             ),
-            shared_mem=self.shared_bytes,
+            shared_mem=self.shared_bytes[variant],
             stream=stream,
         )
         if not split:
             return
         self._merge(
-            (tokens * plan.head_blocks * (variant.heads // 8), LATENT // 16 // MERGE_WARPS),
+            plan.merge_grid(tokens),
             (32 * MERGE_WARPS,),
             (
                 partial_output,
                 partial_sums,
                 np.int32(plan.splits),
+                np.int32(plan.sharers),
                 np.int32(variant.heads),
-                np.int32(variant.heads // variant.groups),
                 np.int32(self.num_heads),
                 np.int32(plan.head_blocks),
-                np.int32(variant.kv_dtype == "fp8"),
+                np.int32(self.kv_dtype == "fp8"),
                 out_pointer,
                 *out_strides,
                 lse_pointer,
@@ -229,10 +238,13 @@ class IndexRows:
 
 @cache
 def _load_attention(device: torch.device, num_heads: int, kv_dtype: str) -> SparseMLA:
-    variant = variant_for(num_heads, kv_dtype)
-    main = load_function(device, attention_program(variant))
-    kernel = SparseMLA(device, num_heads, variant, main, load_function(device, merge_program()))
-    _try_attention(kernel)
+    functions = {
+        variant: load_function(device, attention_program(variant)) for variant in variants_for(num_heads, kv_dtype)
+    }
+    merge = starting_early(load_function(device, merge_program()), device)
+    kernel = SparseMLA(device, num_heads, kv_dtype, functions, merge)
+    for variant in functions:
+        _try_attention(kernel, variant)
     return kernel
 
 
@@ -247,26 +259,26 @@ def _load_index_rows(device: torch.device) -> IndexRows:
     return kernel
 
 
-def _try_attention(kernel: SparseMLA) -> None:
-    """Run both kernels once: a captured graph must not meet a function that the driver has yet to load.
+def _try_attention(kernel: SparseMLA, variant: Variant) -> None:
+    """Run one variant, and the merge, once: a captured graph must not meet a function that the driver has yet to load.
 
     A softmax over one row is that row, to the last bit, so this is also a check of the GPU and of the driver.
     """
     device, heads = kernel.device, kernel.num_heads
     row = torch.linspace(-4, 4, LATENT, device=device).to(torch.bfloat16)
     kv_rows = row.view(1, LATENT)
-    if kernel.variant.kv_dtype == "fp8":
+    if kernel.kv_dtype == "fp8":
         kv_rows = kv_rows.to(torch.float8_e4m3fn)
         row = kv_rows.to(torch.bfloat16).view(LATENT)
     q = torch.ones(1, heads, LATENT, dtype=torch.bfloat16, device=device)
     indices = torch.tensor([[-1] * 32 + [0] + [-1] * 31], dtype=torch.int32, device=device)
-    plan = planning.plan(kernel.variant, heads, 1, 64, kernel.sm_count, splits=2)
-    workspace = torch.empty(plan.partial_bytes(kernel.variant, 1), dtype=torch.uint8, device=device)
+    plan = kernel.plan(1, 64, splits=2, variant=variant)
+    workspace = torch.empty(plan.partial_bytes(1), dtype=torch.uint8, device=device)
     for splits in (1, 2):
         out = torch.empty_like(q)
-        kernel(q, kv_rows, indices, 1.0 / LATENT, out, workspace, splits=splits)
+        kernel(q, kv_rows, indices, 1.0 / LATENT, out, workspace, splits=splits, variant=variant)
         if not torch.equal(out, row.expand_as(out)):
             raise KernelError(
-                f"{kernel.variant.name} computes a wrong result on {torch.cuda.get_device_name(device)} "
+                f"{variant.name} computes a wrong result on {torch.cuda.get_device_name(device)} "
                 f"({splits} splits): please report this with the driver's version"
             )

@@ -5,43 +5,96 @@ Never of the contents of a call: a captured CUDA graph repeats the launch it was
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
-from overlay.kernel.variants import LATENT, MAX_SPLITS, Variant
+from overlay.kernel.variants import LATENT, MAX_SPLITS, Variant, variants_for
 
 MAX_WAVES = 3  # splits never launch more than this many times what the GPU holds at once
+MERGE_WARPS = 4  # of a block of the merge
+FRAGMENTS = LATENT // 16  # of a head tile: what a warp of the merge joins
+
+
+class Cost(NamedTuple):
+    """Microseconds of a block: `fixed`, and for each index column; and of what a second one on the same
+    multiprocessor adds, the share."""
+
+    fixed: float
+    column: float
+    second: float
+
+
+# Fitted to 900 launches on an H200: 8 to 64 heads, 1 to 256 tokens of 2048 columns, every variant and split count. Of
+# the 72 shapes 64 get the fastest launch that was measured, the others one that is at most 4 % slower. Only ratios
+# matter, so the choice holds for other parts as far as their multiprocessors are alike.
+COSTS = {
+    "sparse_mla_h8_bf16": Cost(1.82, 0.0235, 0.524),
+    "sparse_mla_h8_bf16_deep": Cost(2.92, 0.0189, 0.988),
+    "sparse_mla_h16_bf16": Cost(2.74, 0.0281, 0.406),
+    "sparse_mla_h16_bf16_deep": Cost(3.47, 0.0223, 0.594),
+    "sparse_mla_h32_bf16": Cost(2.31, 0.0434, 0.297),
+    "sparse_mla_h8_fp8": Cost(1.97, 0.0160, 0.477),
+    "sparse_mla_h16_fp8": Cost(2.85, 0.0240, 0.311),
+    "sparse_mla_h32_fp8": Cost(1.27, 0.0356, 0.403),
+}
+SPLIT_HEAD = 0.0579  # a block writes one head of a partial output instead of a final one
+MERGE = 1.95
+MERGE_SPLIT = 0.0154  # for each split of a token: they are read one after the other
+MERGE_HEAD = 0.000897  # for each head of a partial output: it is read
 
 
 @dataclass(frozen=True)
 class Plan:
     """The launch of one call."""
 
+    variant: Variant
     head_blocks: int
     splits: int
     split_columns: int  # index columns of a split; the last one may have fewer
+    sharers: int  # warps of the merge that share the splits of a fragment
 
-    def partial_bytes(self, variant: Variant, tokens: int) -> int:
+    def partial_bytes(self, tokens: int) -> int:
         """Workspace of this plan: nothing without a split, else `output_bytes` and a maximum and a sum per head."""
         if self.splits == 1:
             return 0
-        return self.output_bytes(variant, tokens) + tokens * self.splits * self.head_blocks * variant.heads * 8
+        return self.output_bytes(tokens) + tokens * self.splits * self.head_blocks * self.variant.heads * 8
 
-    def output_bytes(self, variant: Variant, tokens: int) -> int:
+    def output_bytes(self, tokens: int) -> int:
         """Partial outputs, fp32, at the start of the workspace; the sums follow."""
-        return tokens * self.splits * self.head_blocks * variant.heads * LATENT * 4
+        return tokens * self.splits * self.head_blocks * self.variant.heads * LATENT * 4
+
+    def merge_grid(self, tokens: int) -> tuple[int, int]:
+        """Head tiles, and groups of the fragments of one."""
+        return tokens * self.head_blocks * self.variant.heads // 8, FRAGMENTS * self.sharers // MERGE_WARPS
 
 
-def plan(variant: Variant, num_heads: int, tokens: int, columns: int, sm_count: int, splits: int | None = None) -> Plan:
-    """Cut `tokens` x `num_heads` x `columns` into blocks; `splits` forces a split count.
+def plan(
+    num_heads: int,
+    kv_dtype: str,
+    tokens: int,
+    columns: int,
+    sm_count: int,
+    splits: int | None = None,
+    variant: Variant | None = None,
+) -> Plan:
+    """Cut `tokens` x `num_heads` x `columns` into blocks; `splits` and `variant` force what is else chosen.
 
     Raises:
-        ValueError: a split count outside 1 to 32.
+        ValueError: a split count outside 1 to 32, or a variant that does not serve these heads.
     """
-    head_blocks = -(-num_heads // variant.heads)
-    if splits is None:
-        splits = choose_splits(variant, tokens * head_blocks, columns, sm_count)
-    elif not 1 <= splits <= MAX_SPLITS:
+    serving = variants_for(num_heads, kv_dtype)
+    if variant is not None and variant not in serving:
+        raise ValueError(f"{variant.name} does not serve {num_heads} heads of {kv_dtype} rows")
+    if splits is not None and not 1 <= splits <= MAX_SPLITS:
         raise ValueError(f"{splits} splits: 1 to {MAX_SPLITS} are possible")
-    return Plan(head_blocks, splits, split_columns(columns, splits))
+    variant, splits = choose(serving if variant is None else (variant,), num_heads, tokens, columns, sm_count, splits)
+    head_blocks = -(-num_heads // variant.heads)
+    return Plan(
+        variant,
+        head_blocks,
+        splits,
+        split_columns(columns, splits),
+        _sharers(tokens * head_blocks * variant.heads // 8, sm_count),
+    )
 
 
 def split_columns(columns: int, splits: int) -> int:
@@ -50,37 +103,51 @@ def split_columns(columns: int, splits: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def choose_splits(variant: Variant, blocks: int, columns: int, sm_count: int) -> int:
-    """The split count with the smallest modelled time, in units of one index column gathered by a block of its own SM.
-
-    A block costs its columns plus a fixed part: Q in, O out, and for a split 4 columns a head, because a partial output
-    is written and read in fp32. Two blocks on one multiprocessor take 1.4 times as long as one. The merge reads the
-    partial outputs of a token one after the other. With these constants the model picks the best split counts measured
-    on an H200 for 8 to 64 heads: 32 at one token, 16 at 8, then as many as fit.
-    """
-    best, best_cost = 1, float("inf")
-    for splits in range(1, MAX_SPLITS + 1):
-        too_many = blocks * splits > MAX_WAVES * sm_count * variant.blocks
-        if splits > 1 and (too_many or split_columns(columns, splits) < 64):
-            break
-        rounds, rest = divmod(-(-blocks * splits // sm_count), variant.blocks)
-        turns = rounds * (1.4 if variant.blocks == 2 else 1.0) + rest
-        fixed = 64 + 4 * variant.heads if splits > 1 else 64
-        merge = 32 + splits * (2 + 0.4 * blocks) if splits > 1 else 0
-        cost = turns * (split_columns(columns, splits) + fixed) + merge
-        if cost < best_cost:
-            best, best_cost = splits, cost
-    return best
+def choose(
+    serving: tuple[Variant, ...], num_heads: int, tokens: int, columns: int, sm_count: int, splits: int | None = None
+) -> tuple[Variant, int]:
+    """The variant and the split count with the smallest modelled time; the first of equals."""
+    candidates = [
+        (variant, count)
+        for variant in serving
+        for count in ((splits,) if splits else range(1, MAX_SPLITS + 1))
+        if splits or count == 1 or _worth_splitting(variant, num_heads, tokens, columns, sm_count, count)
+    ]
+    return min(candidates, key=lambda one: _microseconds(*one, num_heads, tokens, columns, sm_count))
 
 
-def workspace_bytes(variant: Variant, num_heads: int, max_tokens: int, columns: int, sm_count: int) -> int:
-    """The most that any call of up to `max_tokens` tokens needs with the split count chosen for it."""
-    head_blocks = -(-num_heads // variant.heads)
-    most_split = min(max_tokens, MAX_WAVES * sm_count * variant.blocks // (2 * head_blocks))
+def _worth_splitting(variant: Variant, num_heads: int, tokens: int, columns: int, sm_count: int, splits: int) -> bool:
+    blocks = tokens * -(-num_heads // variant.heads) * splits
+    return blocks <= MAX_WAVES * sm_count * variant.blocks and split_columns(columns, splits) >= 64
+
+
+def _microseconds(variant: Variant, splits: int, num_heads: int, tokens: int, columns: int, sm_count: int) -> float:
+    """The model: blocks in turns on their multiprocessors, then the merge. It leaves out what every launch costs."""
+    cost, blocks = COSTS[variant.name], tokens * -(-num_heads // variant.heads)
+    rounds, rest = divmod(-(-blocks * splits // sm_count), variant.blocks)
+    turns = rounds * (1 + cost.second * (variant.blocks - 1)) + rest
+    block = cost.fixed + cost.column * split_columns(columns, splits)
+    if splits == 1:
+        return turns * block
+    merge = MERGE + MERGE_SPLIT * splits + MERGE_HEAD * splits * blocks * variant.heads
+    return turns * (block + SPLIT_HEAD * variant.heads) + merge
+
+
+def _sharers(head_tiles: int, sm_count: int) -> int:
+    """As many warps to a fragment of the merge as leave at most two blocks to a multiprocessor: 1, 2 or 4."""
+    blocks = head_tiles * FRAGMENTS // MERGE_WARPS
+    return next((sharers for sharers in (4, 2) if blocks * sharers <= 2 * sm_count), 1)
+
+
+@lru_cache(maxsize=256)
+def workspace_bytes(num_heads: int, kv_dtype: str, max_tokens: int, columns: int, sm_count: int) -> int:
+    """The most that any call of up to `max_tokens` tokens needs with the plan chosen for it."""
+    serving = variants_for(num_heads, kv_dtype)
+    most_split = max(MAX_WAVES * sm_count * one.blocks // (2 * -(-num_heads // one.heads)) for one in serving)
     return max(
         (
-            plan(variant, num_heads, tokens, columns, sm_count).partial_bytes(variant, tokens)
-            for tokens in range(1, most_split + 1)
+            plan(num_heads, kv_dtype, tokens, columns, sm_count).partial_bytes(tokens)
+            for tokens in range(1, min(max_tokens, most_split) + 1)
         ),
         default=0,
     )

@@ -6,6 +6,7 @@ from typing import Literal
 KvDtype = Literal["bf16", "fp8"]
 
 LATENT = 512
+WARPS = 4  # of a block
 MAX_COLUMNS = 8192  # index columns of a row, as wide as the kernel's bit map
 MAX_SPLITS = 32
 SHARED_LIMIT = 101_376  # bytes a block may use on sm_120 and sm_121
@@ -23,45 +24,54 @@ class Variant:
     blocks: int  # blocks that fit on a multiprocessor of sm_120
 
     @property
+    def deep(self) -> bool:
+        """More rows in flight than two blocks of a multiprocessor have room for: for calls of few blocks."""
+        return self.blocks == 1
+
+    @property
     def name(self) -> str:
         """Name of the entry point."""
-        return f"sparse_mla_h{self.heads}_{self.kv_dtype}"
+        return f"sparse_mla_h{self.heads}_{self.kv_dtype}{'_deep' if self.deep else ''}"
 
     @property
     def slices(self) -> int:
-        """Parts of the latent row, each the work of one warp of a stream or group."""
+        """Parts of the latent row, each the work of one warp of a stream."""
         return 2 if self.heads <= 16 else 4
 
     @property
     def streams(self) -> int:
         """Sets of warps that take every other tile of a block."""
-        return 4 // self.slices
-
-    @property
-    def groups(self) -> int:
-        """Warps that share a slice of the latent row, each with its own heads."""
-        return 2 if self.heads > 32 else 1
+        return WARPS // self.slices
 
     @property
     def threads(self) -> int:
-        return 32 * self.slices * self.streams * self.groups
+        return 32 * WARPS
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory, field by field as `Shared` in cuda/shape.cuh; the compiler checks that they agree."""
-        head_tiles, row_tiles = self.heads // self.groups // 8, self.tile_rows // 16
+        head_tiles, row_tiles, tiles = self.heads // 8, self.tile_rows // 16, MAX_COLUMNS // self.tile_rows
         fragment = 32 * 16  # bytes of 16 rows by 8 heads, fp32
-        tiles = 4 * max(self.ring * self.tile_rows * 128, self.heads * (LATENT // self.slices) * 2)
-        buffers = 2 if self.heads == 8 or self.groups == 2 else 1
-        decided = self.groups  # sets of decisions: two in turn where warps share a slice
-        shown = head_tiles if self.slices == 2 else head_tiles - 1
-        partial = buffers * self.streams * self.groups * self.slices * row_tiles * shown * fragment
-        weights = decided * row_tiles * head_tiles * (8 if self.slices == 2 else self.groups * 32 * 8)
-        decisions = (decided + 1) * self.heads * 4 + decided * self.groups * 16
-        decisions += self.streams * (self.heads if self.streams > 1 else 1) * 8
-        columns = 256 * 4 + (MAX_COLUMNS // self.tile_rows + self.streams) * self.tile_rows // 8
-        columns += MAX_COLUMNS // self.tile_rows * 2
-        total = tiles + partial + -(-(weights + decisions) // 16) * 16 + -(-(columns + 4) // 8) * 8 + 24
+        replicated = self.slices == 2
+        fields = (  # size and alignment
+            (WARPS * max(self.ring * self.tile_rows * 128, self.heads * (LATENT // self.slices) * 2), 256),  # tiles
+            (
+                (2 if self.heads == 8 else 1) * WARPS * row_tiles * (head_tiles - (not replicated)) * fragment,
+                16,
+            ),  # partial
+            (row_tiles * (32 if replicated else head_tiles * 256), 4),  # weights
+            (2 * self.heads * 4, 4),  # rescale, norm
+            (4 * 4, 16),  # grown
+            (self.streams * (self.heads if self.streams > 1 else 1) * 8, 8),  # sums
+            (256 * 4, 16),  # ring
+            ((tiles + self.streams) * self.tile_rows // 8, self.tile_rows // 8),  # live
+            ((tiles + 2 * self.streams) * 2, 2),  # list
+            (4, 4),  # tiles_live
+            (24, 8),  # what is needed once in a while
+        )
+        total = 0
+        for size, alignment in fields:
+            total = -(-total // alignment) * alignment + size
         return -(-total // 256) * 256
 
     @property
@@ -75,16 +85,18 @@ VARIANTS = (
     Variant(8, "bf16", tile_rows=16, ring=5, blocks=2),
     Variant(16, "bf16", tile_rows=16, ring=5, blocks=2),
     Variant(32, "bf16", tile_rows=16, ring=4, blocks=2),
-    Variant(64, "bf16", tile_rows=16, ring=8, blocks=1),
+    Variant(8, "bf16", tile_rows=16, ring=10, blocks=1),
+    Variant(16, "bf16", tile_rows=16, ring=10, blocks=1),
     Variant(8, "fp8", tile_rows=32, ring=2, blocks=2),
     Variant(16, "fp8", tile_rows=16, ring=4, blocks=2),
     Variant(32, "fp8", tile_rows=32, ring=2, blocks=2),
-    Variant(64, "fp8", tile_rows=16, ring=8, blocks=1),
 )
 
 
-def variant_for(num_heads: int, kv_dtype: str) -> Variant:
-    """The narrowest variant that holds all heads, else the widest: several blocks of it then share the heads.
+def variants_for(num_heads: int, kv_dtype: str) -> tuple[Variant, ...]:
+    """The variants that may serve a head count: first the narrowest that holds all heads, else the widest.
+
+    Then every narrower one: a call of few tokens has more blocks with several blocks to a token.
 
     Raises:
         ValueError: no heads, or a KV dtype that the kernel does not read.
@@ -93,5 +105,8 @@ def variant_for(num_heads: int, kv_dtype: str) -> Variant:
         raise ValueError(f"KV dtype {kv_dtype!r}: the kernel reads 'bf16' and 'fp8' (e4m3)")
     if num_heads < 1:
         raise ValueError(f"{num_heads} heads: at least one is needed")
-    fitting = sorted((variant for variant in VARIANTS if variant.kv_dtype == kv_dtype), key=lambda v: v.heads)
-    return next((variant for variant in fitting if variant.heads >= num_heads), fitting[-1])
+    of_type = [variant for variant in VARIANTS if variant.kv_dtype == kv_dtype]
+    widths = sorted({variant.heads for variant in of_type})
+    width = next((heads for heads in widths if heads >= num_heads), widths[-1])
+    serving = [variant for variant in of_type if variant.heads == width or (variant.heads < width and not variant.deep)]
+    return tuple(sorted(serving, key=lambda variant: (-variant.heads, variant.deep)))

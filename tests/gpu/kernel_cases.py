@@ -6,6 +6,7 @@ import torch
 
 from overlay.kernel.launch import SparseMLA
 from overlay.kernel.reference import sparse_mla_reference
+from overlay.kernel.variants import Variant
 
 LATENT = 512
 SCALE = LATENT**-0.5
@@ -56,25 +57,26 @@ def load(case: Case) -> SparseMLA:
     return SparseMLA.load(gpu(), case.q.shape[1], case.kv_dtype)
 
 
-def workspace_for(kernel: SparseMLA, case: Case, splits: int | None = None) -> torch.Tensor:
+def workspace_for(
+    kernel: SparseMLA, case: Case, splits: int | None = None, variant: Variant | None = None
+) -> torch.Tensor:
     """A workspace full of NaN, as large as the call needs."""
     tokens, columns = case.indices.shape
     size = kernel.workspace_bytes(tokens, columns)
-    if splits is not None:
-        padded = -(-kernel.num_heads // kernel.variant.heads) * kernel.variant.heads
-        size = max(size, tokens * splits * padded * (LATENT + 2) * 4)
+    if tokens and (splits or variant):
+        size = max(size, kernel.plan(tokens, columns, splits, variant).partial_bytes(tokens))
     return torch.full((max(size, 16),), 255, dtype=torch.uint8, device=gpu())
 
 
-def call(case: Case, splits: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def call(case: Case, splits: int | None = None, variant: Variant | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the kernel on poisoned outputs."""
     kernel = load(case)
     out = torch.full_like(case.q, torch.nan, memory_format=torch.contiguous_format)
     lse = torch.full(case.q.shape[:2], torch.nan, device=gpu())
-    workspace = workspace_for(kernel, case, splits)
+    workspace = workspace_for(kernel, case, splits, variant)
     kernel(
         *(case.q, case.kv_rows, case.indices, case.scale, out, workspace),
-        **dict(k_scale=case.k_scale, lse=lse, splits=splits),
+        **dict(k_scale=case.k_scale, lse=lse, splits=splits, variant=variant),
     )
     torch.cuda.synchronize()
     return out, lse
@@ -114,7 +116,9 @@ def check(case: Case, out: torch.Tensor, lse: torch.Tensor | None = None) -> Non
         assert off.numel() == 0 or off.max() <= 0, f"lse is off by {off.max().item():.2e} more than allowed"
 
 
-def run_and_check(case: Case, splits: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = call(case, splits)
+def run_and_check(
+    case: Case, splits: int | None = None, variant: Variant | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = call(case, splits, variant)
     check(case, out, lse)
     return out, lse

@@ -11,9 +11,12 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # every tensor is 
 import torch
 
 from overlay.kernel.launch import IndexRows, SparseMLA
+from overlay.kernel.variants import VARIANTS, Variant, variants_for
 
 
-def attention(device: torch.device, heads: int, kv_dtype: str, tokens: int, columns: int, splits: int) -> None:
+def attention(
+    device: torch.device, heads: int, kv_dtype: str, tokens: int, columns: int, splits: int, variant: Variant
+) -> None:
     kernel = SparseMLA.load(device, heads, kv_dtype)
     rows = 37
     kv_rows = torch.ones(rows, 512, dtype=torch.bfloat16, device=device)
@@ -23,11 +26,11 @@ def attention(device: torch.device, heads: int, kv_dtype: str, tokens: int, colu
     indices[-1, columns // 3 :] = -1
     out = torch.empty_like(q)
     lse = torch.empty(tokens, heads, device=device)
-    size = tokens * splits * -(-heads // kernel.variant.heads) * kernel.variant.heads * 514 * 4
+    size = kernel.plan(tokens, columns, splits, variant).partial_bytes(tokens)
     workspace = torch.empty(size, dtype=torch.uint8, device=device)
-    kernel(q, kv_rows, indices, 0.1, out, workspace, lse=lse, splits=splits)
+    kernel(q, kv_rows, indices, 0.1, out, workspace, lse=lse, splits=splits, variant=variant)
     torch.cuda.synchronize()
-    assert (out == 1).all(), (heads, kv_dtype, tokens, columns, splits)
+    assert (out == 1).all(), (heads, variant.name, tokens, columns, splits)
 
 
 def index_rows(device: torch.device) -> None:
@@ -44,12 +47,13 @@ def index_rows(device: torch.device) -> None:
 
 def main() -> None:
     device = torch.device("cuda", 0)
-    for kv_dtype in ("bf16", "fp8"):
-        for heads in (8, 16, 32, 64):
-            attention(device, heads, kv_dtype, tokens=2, columns=150, splits=1)
-            attention(device, heads, kv_dtype, tokens=1, columns=150, splits=2)
-    attention(device, 12, "bf16", tokens=1, columns=33, splits=1)
-    attention(device, 72, "fp8", tokens=1, columns=33, splits=2)
+    for variant in VARIANTS:
+        shape = (device, variant.heads, variant.kv_dtype)
+        attention(*shape, tokens=2, columns=150, splits=1, variant=variant)
+        attention(*shape, tokens=1, columns=600, splits=2, variant=variant)  # more columns than one warp scans
+    for heads, kv_dtype, splits in ((12, "bf16", 1), (72, "fp8", 2)):
+        for variant in variants_for(heads, kv_dtype):
+            attention(device, heads, kv_dtype, tokens=1, columns=33, splits=splits, variant=variant)
     index_rows(device)
     print("sanitize: done")
 

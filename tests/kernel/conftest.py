@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from overlay.kernel import launch
-from overlay.kernel.variants import variant_for
+from overlay.kernel.variants import variants_for
 from tests.kernel import emulation
 
 CPU = torch.device("cpu")
@@ -34,10 +34,12 @@ def emulated(on_cpu: None, library: ctypes.CDLL) -> Iterator[Callable[..., launc
     """`emulated(heads, kv_dtype, reversed=..., late=..., library=...)` -> the launcher over emulated functions."""
 
     def make(heads: int, kv_dtype: str, library: ctypes.CDLL = library, **schedule: bool) -> launch.SparseMLA:
-        variant = variant_for(heads, kv_dtype)
-        main = emulation.EmulatedFunction(library, "sparse_mla", variant.name, **schedule)
+        functions = {
+            variant: emulation.EmulatedFunction(library, "sparse_mla", variant.name, **schedule)
+            for variant in variants_for(heads, kv_dtype)
+        }
         merge = emulation.EmulatedFunction(library, "merge_splits", "merge_splits", **schedule)
-        return launch.SparseMLA(CPU, heads, variant, main, merge)
+        return launch.SparseMLA(CPU, heads, kv_dtype, functions, merge)
 
     yield make
     library.allow_all()

@@ -340,6 +340,10 @@ template <class T>
 T __ldg(const T* pointer) {
   return *pointer;
 }
+template <class T>
+T __ldcg(const T* pointer) {
+  return *pointer;
+}
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
@@ -355,16 +359,6 @@ inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
 }
 
 inline void __syncthreads() { emulator::arrive(emulator::block.barriers[0], static_cast<int>(32 * emulator::block.warps.size())); }
-inline int __syncthreads_or(int vote) {
-  static int votes = 0, outcome = 0;  // nobody meets the next barrier before everyone has left this one
-  votes |= vote;
-  if (emulator::block.barriers[0].arrived + 1 == static_cast<int>(32 * emulator::block.warps.size())) {
-    outcome = votes;
-    votes = 0;
-  }
-  __syncthreads();
-  return outcome;
-}
 inline void __syncwarp() {
   emulator::together("syncwarp", {}, [](emulator::Warp&) {});
 }
@@ -395,6 +389,8 @@ inline float __shfl_xor_sync(u32 mask, float value, int lanes) {
 // --- cuda/ptx.cuh --------------------------------------------------------------------------------------------------------------
 
 inline u32 shared_address(const void* pointer) { return static_cast<u32>(static_cast<const u8*>(pointer) - emulator::shared_memory); }
+inline void launch_dependents() {}
+inline void wait_for_prerequisites() {}
 inline void keep(u32&) {}
 inline void keep(const u8*&) {}
 inline void copy16_async(u32 shared, const void* global, bool live) { emulator::issue({shared, global, 16, live}); }

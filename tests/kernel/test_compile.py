@@ -8,7 +8,7 @@ import pytest
 from overlay import cli
 from overlay.kernel import build, report
 from overlay.kernel.errors import CompileError
-from overlay.kernel.variants import ARCHITECTURES, SHARED_LIMIT, VARIANTS, variant_for
+from overlay.kernel.variants import ARCHITECTURES, SHARED_LIMIT, VARIANTS, variants_for
 
 SM_BYTES = 102_400  # shared memory of an sm_12x multiprocessor, of which every block keeps 1 KB for itself
 RESERVED = 1024
@@ -55,7 +55,7 @@ def test_the_binary_is_a_whole_elf_file():
 
 
 def test_shared_memory_that_disagrees_with_the_source_does_not_compile():
-    variant = variant_for(8, "bf16")
+    variant = variants_for(8, "bf16")[0]
     program = build.attention_program(variant)
     text = program.text.replace(f", {variant.shared_bytes})", f", {variant.shared_bytes + 256})")
     wrong = build.Program(program.name, text, program.threads)

@@ -5,7 +5,7 @@ import torch
 
 from overlay.kernel import contract
 from overlay.kernel.launch import IndexRows, SparseMLA
-from overlay.kernel.variants import variant_for
+from overlay.kernel.variants import variants_for
 
 CPU = torch.device("cpu")
 
@@ -17,7 +17,7 @@ class NeverCalled:
 
 @pytest.fixture
 def kernel(on_cpu):
-    return SparseMLA(CPU, 16, variant_for(16, "bf16"), NeverCalled(), NeverCalled())
+    return SparseMLA(CPU, 16, "bf16", dict.fromkeys(variants_for(16, "bf16"), NeverCalled()), NeverCalled())
 
 
 def arguments(**changed):
@@ -78,7 +78,7 @@ def test_attention_arguments(kernel, message):
 
 @pytest.mark.parametrize("k_scale", [torch.ones(2), torch.ones(1, dtype=torch.float64)])
 def test_k_scale_is_one_float32(on_cpu, k_scale):
-    kernel = SparseMLA(CPU, 16, variant_for(16, "fp8"), NeverCalled(), NeverCalled())
+    kernel = SparseMLA(CPU, 16, "fp8", dict.fromkeys(variants_for(16, "fp8"), NeverCalled()), NeverCalled())
     rows = torch.zeros(10, 512, dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="k_scale must be one float32"):
         kernel(**arguments(kv_rows=rows, k_scale=k_scale))

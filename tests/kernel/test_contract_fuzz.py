@@ -7,8 +7,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from overlay.kernel.launch import IndexRows, SparseMLA
-from overlay.kernel.plan import plan
-from overlay.kernel.variants import LATENT, variant_for
+from overlay.kernel.variants import LATENT, variants_for
 from tests.kernel import emulation
 from tests.kernel.index_reference import index_rows_reference
 
@@ -94,7 +93,7 @@ def test_attention_is_launched_within_its_operands_or_refused(on_cpu, data):
     room = data.draw(st.none() | st.integers(0, 1 << 16)) if "workspace" in odd else 16 << 20
     workspace = None if room is None else torch.empty(room, dtype=torch.uint8)
     main, merge = Recorder(), Recorder()
-    kernel = SparseMLA(CPU, heads, variant_for(heads, kv_dtype), main, merge)
+    kernel = SparseMLA(CPU, heads, kv_dtype, dict.fromkeys(variants_for(heads, kv_dtype), main), merge)
     try:
         kernel(q, kv_rows, indices, 1.0, out, workspace, k_scale=k_scale, lse=lse, splits=splits)
     except ValueError as refusal:
@@ -105,7 +104,7 @@ def test_attention_is_launched_within_its_operands_or_refused(on_cpu, data):
         assert not main.launches
         return
     ((grid, _, given_arguments),) = main.launches
-    cut = plan(kernel.variant, heads, q.shape[0], indices.shape[1], 132, splits)
+    cut = kernel.plan(q.shape[0], indices.shape[1], splits)
     assert grid == (q.shape[0] * cut.head_blocks, cut.splits) and bool(merge.launches) == (cut.splits > 1)
     for tensor, row_bytes in ((q, 1024), (out, 1024), (kv_rows, LATENT * kv_rows.element_size())):
         strides = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
@@ -118,8 +117,8 @@ def test_attention_is_launched_within_its_operands_or_refused(on_cpu, data):
     ) <= end_of(indices)
     assert indices.shape[1] < 2 or indices.stride(1) == 1
     if cut.splits > 1:
-        needed = q.shape[0] * cut.splits * cut.head_blocks * kernel.variant.heads * (LATENT + 2) * 4
-        assert workspace.numel() >= needed == cut.partial_bytes(kernel.variant, q.shape[0])
+        needed = q.shape[0] * cut.splits * cut.head_blocks * cut.variant.heads * (LATENT + 2) * 4
+        assert workspace.numel() >= needed == cut.partial_bytes(q.shape[0])
     assert given_arguments[0] == q.data_ptr() and given_arguments[3] == kv_rows.data_ptr()
 
 

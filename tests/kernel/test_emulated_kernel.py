@@ -12,15 +12,13 @@ import pytest
 import torch
 
 from overlay.kernel.launch import IndexRows
-from overlay.kernel.plan import plan
 from overlay.kernel.reference import sparse_mla_reference
-from overlay.kernel.variants import VARIANTS, variant_for
+from overlay.kernel.variants import VARIANTS, variants_for
 from tests.kernel import emulation
 from tests.kernel.index_reference import index_rows_reference
 
-SHAPES = [(variant.heads, variant.kv_dtype) for variant in VARIANTS]
 SCHEDULES = list(itertools.product((False, True), repeat=2))
-every_shape = pytest.mark.parametrize(("heads", "kv_dtype"), SHAPES)
+every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 
 
 @dataclass
@@ -44,14 +42,14 @@ def make_case(tokens, heads, kv_dtype, columns, rows=211, seed=0):
     return Case(q, kv_rows, indices, k_scale)
 
 
-def run(kernel, case, splits=1):
+def run(kernel, case, splits=1, variant=None):
     tokens, columns = case.indices.shape
     out = torch.full_like(case.q, torch.nan, memory_format=torch.contiguous_format)
     lse = torch.full(case.q.shape[:2], torch.nan)
-    cut = plan(kernel.variant, kernel.num_heads, tokens, columns, 132, splits)
-    workspace = torch.full((max(16, cut.partial_bytes(kernel.variant, tokens)),), 255, dtype=torch.uint8)
+    partial = kernel.plan(tokens, columns, splits, variant).partial_bytes(tokens)
+    workspace = torch.full((max(16, partial),), 255, dtype=torch.uint8)
     operands = (case.q, case.kv_rows, case.indices, case.scale, out, workspace)
-    kernel(*operands, k_scale=case.k_scale, lse=lse, splits=splits)
+    kernel(*operands, k_scale=case.k_scale, lse=lse, splits=splits, variant=variant)
     return out, lse
 
 
@@ -68,20 +66,31 @@ def error_of(case, out, lse):
 
 
 @pytest.mark.parametrize(("backwards", "late"), SCHEDULES)
-@every_shape
-def test_against_the_reference(emulated, heads, kv_dtype, backwards, late):
-    case = make_case(2, heads, kv_dtype, 193)
+@pytest.mark.parametrize("columns", [193, 300])  # scanned by one warp, and by all
+@every_variant
+def test_against_the_reference(emulated, variant, columns, backwards, late):
+    case = make_case(2, variant.heads, variant.kv_dtype, columns)
     case.indices[1, :150] = -1
-    out, lse = run(emulated(heads, kv_dtype, reversed=backwards, late=late), case)
+    kernel = emulated(variant.heads, variant.kv_dtype, reversed=backwards, late=late)
+    out, lse = run(kernel, case, variant=variant)
     assert error_of(case, out, lse) <= 3e-3
 
 
-@every_shape
-def test_splits_and_empty_tokens(emulated, heads, kv_dtype):
-    case = make_case(3, heads, kv_dtype, 230)
+@every_variant
+def test_splits_and_empty_tokens(emulated, variant):
+    case = make_case(3, variant.heads, variant.kv_dtype, 230)
     case.indices[1] = -1
     case.indices[2, 32:] = -1  # the later splits are empty
-    out, lse = run(emulated(heads, kv_dtype, late=True), case, splits=3)
+    out, lse = run(emulated(variant.heads, variant.kv_dtype, late=True), case, 3, variant)
+    assert error_of(case, out, lse) <= 3e-3
+
+
+@pytest.mark.parametrize("sms", [4, 12, 132])
+def test_any_number_of_warps_may_share_a_fragment_of_the_merge(emulated, sms):
+    case, kernel = make_case(1, 8, "bf16", 700), emulated(8, "bf16", late=True, reversed=True)
+    kernel.sm_count = sms
+    assert kernel.plan(1, 700, 19).sharers == {4: 1, 12: 2, 132: 4}[sms]
+    out, lse = run(kernel, case, splits=19)
     assert error_of(case, out, lse) <= 3e-3
 
 
@@ -91,17 +100,21 @@ def test_as_many_splits_as_there_are(emulated):
     assert error_of(case, out, lse) <= 3e-3
 
 
-def test_a_long_row_wraps_every_ring(emulated):
-    case = make_case(1, 8, "bf16", 2176)
-    out, lse = run(emulated(8, "bf16", late=True, reversed=True), case)
+@pytest.mark.parametrize("masked", [0, 2043])
+@every_variant
+def test_a_long_row_wraps_every_ring(emulated, variant, masked):
+    case = make_case(1, variant.heads, variant.kv_dtype, 2176)
+    case.indices[0, : masked // 2] = -1
+    case.indices[0, 2176 - masked + masked // 2 :] = -1
+    out, lse = run(emulated(variant.heads, variant.kv_dtype, late=True, reversed=True), case, variant=variant)
     assert error_of(case, out, lse) <= 3e-3
 
 
 @pytest.mark.parametrize(("heads", "kv_dtype"), [(1, "bf16"), (12, "fp8"), (24, "bf16"), (80, "bf16"), (72, "fp8")])
 def test_head_counts_between_the_variants(emulated, heads, kv_dtype):
     case = make_case(2, heads, kv_dtype, 70)
-    for splits in (1, 2):
-        out, lse = run(emulated(heads, kv_dtype), case, splits)
+    for splits, variant in itertools.product((1, 2), variants_for(heads, kv_dtype)):
+        out, lse = run(emulated(heads, kv_dtype), case, splits, variant)
         assert error_of(case, out, lse) <= 3e-3
 
 
@@ -152,8 +165,9 @@ def test_extreme_scores(emulated, heads, kv_dtype, kind):
 
 def test_matrix_loads_are_free_of_bank_conflicts(emulated, library):
     before = library.conflicts()
-    for heads, kv_dtype in SHAPES:
-        run(emulated(heads, kv_dtype), make_case(1, heads, kv_dtype, 70))
+    for variant in VARIANTS:
+        kernel = emulated(variant.heads, variant.kv_dtype)
+        run(kernel, make_case(1, variant.heads, variant.kv_dtype, 70), variant=variant)
     assert library.conflicts() == before == 0
 
 
@@ -180,14 +194,14 @@ BROKEN = {
         "add_partner<S>(s, sm, buffer, place);\n        prefetch",
     ),
     "partial scores overwritten": (16, "bf16", "named_barrier<64>(kRead + warp);\n      publish", "publish"),
-    "a tile of both groups read before it has arrived": (
-        64,
+    "no wait for the last copies": (32, "bf16", "wait_copies<0>();\n", "\n"),
+    "weights read before they are there": (32, "bf16", "__syncthreads();\n      collect_weights", "collect_weights"),
+    "tiles read before one warp has listed them": (
+        16,
         "bf16",
-        "wait_copies<S::kRing - 4 * S::kPieces>();\n      grown = __syncthreads_or(raised);",
-        "grown = __syncthreads_or(raised);",
+        "__syncthreads();\n  const int listed",
+        "const int listed",
     ),
-    "no wait for the last copies": (64, "bf16", "wait_copies<0>();\n", "\n"),
-    "weights read before they are there": (32, "bf16", "grown = __syncthreads_or(raised);", "grown = raised;"),
     "a swapped byte pair": (8, "fp8", "0x3120", "0x3210"),
 }
 
@@ -195,13 +209,14 @@ BROKEN = {
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_kernel_is_noticed(emulated, tmp_path, fault):
     heads, kv_dtype, text, instead = BROKEN[fault]
-    broken = emulation.build(tmp_path, [variant_for(heads, kv_dtype)], [(text, instead)])
-    case = make_case(1, heads, kv_dtype, 193)
+    variant = variants_for(heads, kv_dtype)[0]
+    broken = emulation.build(tmp_path, variants_for(heads, kv_dtype), [(text, instead)])
+    case = make_case(1, heads, kv_dtype, 300)
     errors = []
     for backwards, late in SCHEDULES:
         try:
             kernel = emulated(heads, kv_dtype, library=broken, reversed=backwards, late=late)
-            errors.append(error_of(case, *run(kernel, case)))
+            errors.append(error_of(case, *run(kernel, case, variant=variant)))
         except AssertionError:
             errors.append(float("inf"))
     assert not all(error <= 3e-3 for error in errors), errors

@@ -15,7 +15,7 @@ COMPILE = """
 import sys
 from pathlib import Path
 from overlay.kernel import build, cache
-from overlay.kernel.variants import variant_for
+from overlay.kernel.variants import variants_for
 
 def compiling(program, arch):
     print("compiling", flush=True)
@@ -23,7 +23,7 @@ def compiling(program, arch):
     print("compiled", flush=True)
     return binary
 
-program = build.attention_program(variant_for(64, "fp8"))
+program = build.attention_program(variants_for(64, "fp8")[0])
 found = cache.obtain(program, "sm_121", build.nvrtc_version(), compiling, Path(sys.argv[1]))
 print(len(found.cubin), flush=True)
 """
