@@ -9,6 +9,7 @@ import pytest
 from overlay import commands, registry
 from overlay.bench import projection
 from overlay.commands.explain import as_markdown, summary_table
+from overlay.kernel.variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = json.loads((ROOT / "docs/measurements/bench-nvidia-h200.json").read_text())
@@ -90,13 +91,61 @@ def test_times_are_those_of_the_kept_run(document: str, head: str, tokens: tuple
         assert cells == [microseconds(measured(int(heads), count, kv)["us"]) for count in tokens]
 
 
-def test_ratios_and_percents_are_those_of_the_kept_run():
-    tokens = (1, 8, 64, 128, 1024, 4096)
-    ratios = table("docs/kernel.md", "| heads | peer |")
-    assert len(ratios) == 12
+@pytest.mark.parametrize(
+    ("head", "kv", "count"), [("| heads | peer |", "bf16", 12), ("| heads, fp8 | peer |", "fp8", 8)]
+)
+def test_ratios_are_those_of_the_kept_run(head: str, kv: str, count: int):
+    ratios = table("docs/kernel.md", head)
+    assert len(ratios) == count
     for heads, peer, *cells in ratios:
-        pairs = [(measured(int(heads), count, kernel=PEERS[peer]), measured(int(heads), count)) for count in tokens]
+        pairs = [
+            (measured(int(heads), tokens, kv, PEERS[peer]), measured(int(heads), tokens, kv))
+            for tokens in (1, 8, 64, 128, 1024, 4096)
+        ]
         assert cells == [f"{theirs['us'] / ours['us']:.2f}" for theirs, ours in pairs]
+
+
+def test_launches_are_those_of_the_kept_run():
+    launches = table("docs/kernel.md", "| heads | KV | T=1 | T=8 |")
+    assert len(launches) == 8
+    for heads, kv, *cells in launches:
+        rows = [measured(int(heads), tokens, kv) for tokens in (1, 8, 64, 128, 1024, 4096)]
+        blocks = [row["variant"].removeprefix("sparse_mla_h").replace(f"_{kv}", "").replace("_", " ") for row in rows]
+        assert cells == [f"{block} x {row['splits']}" for block, row in zip(blocks, rows, strict=True)]
+
+
+def test_variants_are_those_of_the_code():
+    rows = table("docs/kernel.md", "| heads | KV | tile rows |")
+    assert [[*row[:6], row[8]] for row in rows] == [
+        [
+            f"{variant.heads}{' deep' if variant.deep else ''}",
+            variant.kv_dtype,
+            str(variant.tile_rows),
+            f"{variant.ring} of {variant.tile_rows // 8} KB",
+            str(variant.threads),
+            f"{variant.shared_bytes:,}",
+            str(variant.blocks),
+        ]
+        for variant in VARIANTS
+    ]
+
+
+def test_the_profile_is_the_kept_one():
+    kept = json.loads((ROOT / "docs/measurements/profile-nvidia-h200.json").read_text())["rows"]
+    rows = table("docs/kernel.md", "| kernel, of a call with | T |")
+    assert rows
+    for name, tokens, us, tensor, shared, l2, issue, _ in rows:
+        kernel, heads = re.fullmatch(r"(\w+), (\d+) heads", name).groups()
+        found = [
+            row for row in kept if (row["kernel"], row["heads"], row["tokens"]) == (kernel, int(heads), int(tokens))
+        ]
+        names = ("tensor_percent", "shared_percent", "l2_percent", "issue_percent")
+        assert [tensor, shared, l2, issue] == [f"{found[0][key]:.0f} %" for key in names], name
+        assert us == microseconds(found[0]["us"])
+
+
+def test_percents_are_those_of_the_kept_run():
+    tokens = (1, 8, 64, 128, 1024, 4096)
     percents = table("docs/kernel.md", "| heads | T=1 | 8 |")
     assert len(percents) == 4
     for heads, *cells in percents:

@@ -27,8 +27,9 @@ from overlay.probe.batches import BLOCK, BLOCK_STRIDE, BLOCKS, K_SCALE, LATENT, 
 KV_CACHE_DTYPES = ("bfloat16", "fp8", "fp8_ds_mla")
 HEAD = 256
 # Least cosine and largest deviation of the magnitude of the worst token and head. A kernel rounds the softmax's weights
-# to 16 bit; those for packed rows may round queries and weights to fp8 as well.
-LIMITS = {"bfloat16": (0.9999, 0.01), "fp8": (0.9999, 0.01), "fp8_ds_mla": (0.99, 0.03)}
+# to 16 bit; vLLM's own for fp8 rows may round queries and weights to fp8 as well: the weights of FlashInfer's FA3 kernel
+# lose 1.3 % that way.
+LIMITS_16_BIT, LIMITS_FP8 = (0.9999, 0.01), (0.99, 0.03)
 OURS = choice.BACKEND_NAME
 # Backends of other platforms, and those that models of other attention geometry name by themselves.
 FOREIGN = ("ROCM_", "XPU_", "_DSV4")
@@ -86,7 +87,7 @@ def answers(driven: "Driven", kv_cache_dtype: str, where: str, sizes: tuple[int,
             except Exception as why:
                 yield Row(**case, ok=False, required=required, reason=said(why))
                 return
-            fault = found.fault(LIMITS[kv_cache_dtype])
+            fault = found.fault(limits(driven.name, kv_cache_dtype))
             yield Row(
                 **case,
                 cosine=found.cosine,
@@ -95,6 +96,11 @@ def answers(driven: "Driven", kv_cache_dtype: str, where: str, sizes: tuple[int,
                 required=required,
                 reason=fault,
             )
+
+
+def limits(backend: str, kv_cache_dtype: str) -> tuple[float, float]:
+    """Of the cosine and of the magnitude. The overlay's kernel rounds nothing to fp8, whatever its rows."""
+    return LIMITS_16_BIT if backend == OURS or kv_cache_dtype == "bfloat16" else LIMITS_FP8
 
 
 def refusal(why: Exception) -> bool | None:

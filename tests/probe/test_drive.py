@@ -2,7 +2,7 @@
 
 import pytest
 
-from overlay.probe.attention import KV_CACHE_DTYPES, OURS
+from overlay.probe.attention import KV_CACHE_DTYPES, OURS, limits
 from overlay.probe.batches import KINDS
 from overlay.sources import VllmSources
 from tests.conftest import run_python
@@ -64,3 +64,10 @@ def test_the_indexers_torch_variant_is_right_and_a_refused_one_says_why(seen):
     assert len(torch_rows) == 12 and all(row["ok"] for row in torch_rows)
     (refused,) = [row for row in rows if row["kernel"] == "deep_select"]
     assert refused["ok"] is None and "requires SM100a" in refused["reason"]
+
+
+def test_only_vllms_own_kernels_may_round_to_fp8():
+    strict, loose = limits(OURS, "bfloat16"), limits("ANOTHER", "fp8")
+    assert strict[0] > loose[0] and strict[1] < loose[1]
+    assert limits(OURS, "fp8") == limits("ANOTHER", "bfloat16") == strict
+    assert limits("ANOTHER", "fp8_ds_mla") == loose
