@@ -27,7 +27,7 @@ from overlay.probe.batches import BLOCK, BLOCK_STRIDE, BLOCKS, K_SCALE, LATENT, 
 KV_CACHE_DTYPES = ("bfloat16", "fp8", "fp8_ds_mla")
 HEAD = 256
 # Least cosine and largest deviation of the magnitude of the worst token and head. A kernel rounds the softmax's weights
-# to 16 bit; vLLM's own for fp8 rows may round queries and weights to fp8 as well, and FlashInfer's FA3 kernel comes out up
+# to 16 bit; vLLM's own for fp8 rows may round queries and weights to fp8 as well: FlashInfer's FA3 kernel comes out up
 # to 1.3 % too small (H200).
 LIMITS_16_BIT, LIMITS_FP8 = (0.9999, 0.01), (0.99, 0.03)
 OURS = choice.BACKEND_NAME
