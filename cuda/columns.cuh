@@ -5,7 +5,7 @@
 // Marks the columns of idx[0..columns) that name one of `rows` latent rows. Needs a block barrier before the bits are read.
 template <class S>
 __device__ __forceinline__ void scan_columns(Shared<S>& sm, const int* __restrict__ idx, int columns, int rows) {
-  constexpr int kBatch = 9;  // loads in flight: 2176 columns are two rounds of four warps or one of eight
+  constexpr int kBatch = 9;  // loads in flight: 2176 columns are two rounds of four warps
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int first = warp; first * 32 < columns; first += S::kWarps * kBatch) {
     int row[kBatch];
@@ -63,7 +63,8 @@ __device__ __forceinline__ int ring_entry(int row) {
 
 // Fetches the indices of 32 columns, one or two of a stream's `tiles` tiles from number `position` on, into its ring. One warp does
 // it; the copies travel with that warp's next group. Without a branch, and with all of its reads side by side: the other warps
-// wait for this one at the next barrier.
+// wait for this one at the next barrier. Past the last tile, and where one warp has scanned, what it reads of the list is nothing,
+// and `named` is false.
 template <class S>
 __device__ __forceinline__ void prefetch_indices(Shared<S>& sm, int stream, int position, int tiles) {
   const int lane = threadIdx.x % 32, row = lane % S::kRows;
@@ -99,7 +100,7 @@ __device__ __forceinline__ void scan_few_columns(Shared<S>& sm, const int* __res
       }
     }
   }
-  __syncwarp();
+  __syncwarp();  // the lanes share out what is left together
   for (int i = count * S::kRows + lane; i < kAheadColumns; i += 32) entry(i / S::kRows, i % S::kRows) = kNoRow;
   if (lane < S::kStreams) sm.live[count + lane] = 0;
   if (lane == 0) sm.tiles_live = count;

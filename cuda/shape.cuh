@@ -83,8 +83,8 @@ struct Shared {
   alignas(256) u8 tiles[S::kStreams * S::kSlices][S::kSliceRegion];
   // Partial scores in fragment order. Replicated: [buffer][stream][slice][...]; else [0][0][owner of the head tile][...].
   float4 partial[S::kBuffers][S::kStreams][S::kSlices][S::kRowTiles][S::kPartialTiles][32];
-  // What the owner of a head tile decided: weights, matrices of 8 rows by 8 heads, and whether its maxima rose.
-  u32 weights[S::kRowTiles][S::kReplicated ? 1 : S::kHeadTiles][2][S::kReplicated ? 4 : 32];
+  // What the owner of a head tile decided: weights, matrices of 8 rows by 8 heads for ldmatrix, and whether its maxima rose.
+  alignas(16) u32 weights[S::kRowTiles][S::kReplicated ? 1 : S::kHeadTiles][2][S::kReplicated ? 4 : 32];
   float rescale[S::kHeads];
   float norm[S::kHeads];
   alignas(16) int grown[4];

@@ -138,7 +138,7 @@ __device__ __forceinline__ void join_streams(Shared<S>& sm, const Place<S>& plac
   if (gridDim.y == 1) __syncthreads();  // what was taken makes room for the staging of rows
 }
 
-// Waits for piece `piece` of the next tile of a private slice: kRing pieces have been asked for from that tile's first one on.
+// Waits for piece `piece` of the next tile: kRing pieces have been asked for from that tile's first one on.
 template <class S>
 __device__ __forceinline__ void wait_piece(int piece) {
   if (piece == 0) wait_copies<S::kRing - 1>();

@@ -1,8 +1,11 @@
 """Where the time of a call goes: each of its kernels under Nsight Compute, with the reasons why its warps wait."""
 
+import contextlib
 import csv
 import io
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -46,10 +49,18 @@ def rows(heads: Sequence[int] = HEADS, tokens: Sequence[int] = TOKENS) -> list[R
     command += [word for section in SECTIONS for word in ("--section", section)]
     command += ["--metrics", ",".join(METRICS), sys.executable, "-m", "overlay.bench.profile"]
     command += [",".join(map(str, heads)), ",".join(map(str, tokens))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIME_S)
-    if done.returncode:
-        raise OverlayError(f"ncu ends with {done.returncode}: {(done.stdout + done.stderr).strip()[-2000:]}")
-    return list(parse(done.stdout))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as process:
+        try:
+            out, errors = process.communicate(timeout=TIME_S)
+        except subprocess.TimeoutExpired:
+            raise OverlayError(f"ncu is not through within {TIME_S} s: ask for fewer --heads and --tokens") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # ncu leaves the process that it profiles behind
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        raise OverlayError(f"ncu ends with {process.returncode}: {(out + errors).strip()[-2000:]}")
+    return list(parse(out))
 
 
 def calls(heads: Sequence[int], tokens: Sequence[int]) -> Iterator[Case]:
@@ -105,13 +116,13 @@ def parse(text: str) -> Iterator[Row]:
 
 def cells(found: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Headers and rows of the table."""
-    headers = ("kernel", "H", "T", "us", "GHz", "tensor %", "shared %", "L2 %", "issue %", "warps wait for")
+    headers = ("kernel", "H", "T", "KV", "us", "GHz", "tensor %", "shared %", "L2 %", "issue %", "warps wait for")
     table = []
     for row in found:
         waits = ", ".join(f"{name} {share:.0f}" for name, share in list(row["stalls_percent"].items())[:5])
         tensor = "-" if row["tensor_percent"] is None else f"{row['tensor_percent']:.0f}"
         percents = (f"{row[name]:.0f}" for name in ("shared_percent", "l2_percent", "issue_percent"))
-        place = (row["kernel"], str(row["heads"]), str(row["tokens"]))
+        place = (row["kernel"], str(row["heads"]), str(row["tokens"]), row["kv_dtype"])
         table.append((*place, f"{row['us']:.1f}", f"{row['clock_ghz']:.2f}", tensor, *percents, waits))
     return headers, table
 

@@ -67,6 +67,7 @@ def _ours(case: Case, calls: list[Inputs], peak: float) -> dict[str, object]:
         "error": error,
         "variant": plan.variant.name,
         "splits": plan.splits,
+        "merge_starts_early": kernel.merge_starts_early,
         "blocks_per_sm": blocks[plan.variant],
     }
 

@@ -32,12 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="where bench-GPU.json goes, of a part of the cases bench-part-GPU.json (docs/measurements)",
+        help="folder for bench-GPU.json, or bench-part-GPU.json for a part of the cases (docs/measurements)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, and keep the run in docs/measurements; 1 with --check where a bar is missed."""
+    if options.project and options.profile:
+        raise OverlayError("--project reads a kept run, --profile makes one: ask for one of them")
+    if (options.project or options.profile) and (options.check or options.plot or options.no_peers):
+        raise OverlayError("--check, --plot and --no-peers belong to the bench, not to --project or --profile")
     if options.project:
         return _project(options.project, options.json)
     try:
@@ -45,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise OverlayError(f"torch cannot be imported: {error}") from error
     if not torch.cuda.is_available():
-        raise OverlayError("bench measures a GPU and there is none; `python -m overlay compile` needs none")
+        raise OverlayError("there is no GPU to measure; without one there are `compile` and `bench --project FILE`")
     from overlay import measurement, outputs
     from overlay.bench import bars, cases, report, runner
 
@@ -89,7 +93,9 @@ def _profile(options: argparse.Namespace, directory: Path) -> int:
     rows = profile.rows(options.heads or cases.HEADS, options.tokens or profile.TOKENS)
     document = {**measurement.provenance(), "rows": rows}
     print(json.dumps(document) if options.json else f"{document['gpu']}\n{table(*profile.cells(rows))}")
-    print(f"kept in {measurement.keep('profile', document, directory)}", file=sys.stderr)
+    # A part of the calls does not take the place of all.
+    name = "profile-part" if options.heads or options.tokens else "profile"
+    print(f"kept in {measurement.keep(name, document, directory)}", file=sys.stderr)
     return 0
 
 
@@ -114,7 +120,7 @@ def _project(file: Path, as_json: bool) -> int:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    numbers = tuple(int(part) for part in text.split(","))
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: numbers from 1 on")
-    return numbers
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text}: numbers from 1 on, comma separated")
+    return tuple(map(int, parts))

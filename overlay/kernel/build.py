@@ -83,9 +83,8 @@ def build(program: Program, arch: str) -> Binary:
     known = sorted(nvrtc.getSupportedArchs())
     if number is None or int(number[1]) not in known:
         listed = ", ".join(f"sm_{arch}" for arch in known)
-        raise CompileError(
-            f"NVRTC {version} cannot compile for {arch} (it knows {listed}); sm_121 needs 12.9: {_NVRTC}"
-        )
+        need = "sm_121 needs 12.9" if arch == "sm_121" else "a newer one may know it"
+        raise CompileError(f"NVRTC {version} cannot compile for {arch} (it knows {listed}); {need}: {_NVRTC}")
     cubin, log = _compile(nvrtc, program, arch, OPTIONS)
     if "Used" not in log:
         # NVRTC 13 keeps what it compiled in the driver's cache of computations, and what comes from there has no log.

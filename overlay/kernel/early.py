@@ -33,8 +33,14 @@ def starting_early(function: Any, device: torch.device) -> Any:
     return EarlyFunction(function, driver)
 
 
+class EarlyStartRefused(KernelError):
+    """The driver does not launch a kernel early; or it tells an error of an earlier kernel, as any launch may."""
+
+
 class EarlyFunction:
     """Called like the `cupy.cuda.Function` that it launches."""
+
+    starts_early = True
 
     def __init__(self, function: Any, driver: Any) -> None:
         self.function = function
@@ -44,7 +50,7 @@ class EarlyFunction:
         self._attribute.value.programmaticStreamSerializationAllowed = 1
 
     def __call__(self, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0, *, stream: Any) -> None:
-        """Launch on a CuPy stream. Raises KernelError with the driver's own name for what is wrong."""
+        """Launch on a CuPy stream. Raises EarlyStartRefused with the driver's own name for what is wrong."""
         config = self._driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
         config.blockDimX, config.blockDimY, config.blockDimZ = (*block, 1, 1)[:3]
@@ -54,4 +60,4 @@ class EarlyFunction:
         types = tuple(CTYPES[type(value)] for value in args)
         (error,) = self._driver.cuLaunchKernelEx(config, self.function.ptr, (values, types), 0)
         if error != self._driver.CUresult.CUDA_SUCCESS:
-            raise KernelError(f"the driver refuses an early start: {error.name}")
+            raise EarlyStartRefused(f"a kernel cannot be launched early: {error.name}")

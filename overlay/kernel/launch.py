@@ -15,11 +15,12 @@ import torch
 from overlay.kernel import contract
 from overlay.kernel import plan as planning
 from overlay.kernel.build import attention_program, index_rows_program, merge_program
-from overlay.kernel.early import starting_early
+from overlay.kernel.early import EarlyStartRefused, starting_early
 from overlay.kernel.errors import KernelError
 from overlay.kernel.load import allow_shared, cuda_device, cupy_stream, load_function
 from overlay.kernel.plan import MERGE_WARPS, Plan
 from overlay.kernel.variants import LATENT, Variant, variants_for
+from overlay.log import logger
 
 
 class SparseMLA:
@@ -58,6 +59,11 @@ class SparseMLA:
         for variant, size in sizes.items():
             allow_shared(self._functions[variant], size)
             self.shared_bytes[variant] = size
+
+    @property
+    def merge_starts_early(self) -> bool:
+        """Whether the merge's blocks take their places while the main kernel still runs."""
+        return getattr(self._merge, "starts_early", False)
 
     def plan(self, tokens: int, columns: int, splits: int | None = None, variant: Variant | None = None) -> Plan:
         """How a call is cut into blocks; `splits` and `variant` force what is else chosen."""
@@ -241,10 +247,16 @@ def _load_attention(device: torch.device, num_heads: int, kv_dtype: str) -> Spar
     functions = {
         variant: load_function(device, attention_program(variant)) for variant in variants_for(num_heads, kv_dtype)
     }
-    merge = starting_early(load_function(device, merge_program()), device)
-    kernel = SparseMLA(device, num_heads, kv_dtype, functions, merge)
-    for variant in functions:
-        _try_attention(kernel, variant)
+    merge = load_function(device, merge_program())
+    kernel = SparseMLA(device, num_heads, kv_dtype, functions, starting_early(merge, device))
+    try:
+        for variant in functions:
+            _try_attention(kernel, variant)
+    except EarlyStartRefused as refusal:
+        logger.warning("sparse-MLA kernel: %s; its merge starts after the main kernel, a microsecond later", refusal)
+        kernel = SparseMLA(device, num_heads, kv_dtype, functions, merge)
+        for variant in functions:
+            _try_attention(kernel, variant)
     return kernel
 
 

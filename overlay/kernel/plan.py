@@ -24,8 +24,9 @@ class Cost(NamedTuple):
 
 
 # Fitted to 900 launches on an H200: 8 to 64 heads, 1 to 256 tokens of 2048 columns, every variant and split count. Of
-# the 72 shapes 64 get the fastest launch that was measured, the others one that is at most 4 % slower. Only ratios
-# matter, so the choice holds for other parts as far as their multiprocessors are alike.
+# the 72 shapes 64 get the fastest launch that was measured, the others one that is at most 4 % slower. Beyond those
+# shapes it extrapolates. Only ratios matter, so the choice holds for other parts as far as their multiprocessors are
+# alike.
 COSTS = {
     "sparse_mla_h8_bf16": Cost(1.82, 0.0235, 0.524),
     "sparse_mla_h8_bf16_deep": Cost(2.92, 0.0189, 0.988),
@@ -38,7 +39,7 @@ COSTS = {
 }
 SPLIT_HEAD = 0.0579  # a block writes one head of a partial output instead of a final one
 MERGE = 1.95
-MERGE_SPLIT = 0.0154  # for each split of a token: they are read one after the other
+MERGE_SPLIT = 0.0154  # for each split of a token
 MERGE_HEAD = 0.000897  # for each head of a partial output: it is read
 
 

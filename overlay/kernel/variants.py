@@ -59,7 +59,7 @@ class Variant:
                 (2 if self.heads == 8 else 1) * WARPS * row_tiles * (head_tiles - (not replicated)) * fragment,
                 16,
             ),  # partial
-            (row_tiles * (32 if replicated else head_tiles * 256), 4),  # weights
+            (row_tiles * (32 if replicated else head_tiles * 256), 16),  # weights
             (2 * self.heads * 4, 4),  # rescale, norm
             (4 * 4, 16),  # grown
             (self.streams * (self.heads if self.streams > 1 else 1) * 8, 8),  # sums

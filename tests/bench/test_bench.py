@@ -1,5 +1,6 @@
 """What the bench does with figures: bars, occupancy, selections and the table. The figures themselves need a GPU."""
 
+import argparse
 import contextlib
 import inspect
 import itertools
@@ -12,6 +13,8 @@ import torch
 from overlay.bench import bars, cases, occupancy, peers, report, runner
 from overlay.bench.cases import Case
 from overlay.cli import main
+from overlay.commands import bench as command
+from overlay.errors import OverlayError
 from overlay.kernel.reference import sparse_mla_reference
 from overlay.kernel.variants import VARIANTS
 
@@ -210,3 +213,18 @@ def test_counts_are_numbers_from_one_on(capsys, words):
     with pytest.raises(SystemExit):
         main(["bench", *words])
     assert words[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--profile", "--check"], "belong to the bench"),
+        (["--project", "run.json", "--no-peers"], "belong to the bench"),
+        (["--project", "run.json", "--profile"], "ask for one of them"),
+    ],
+)
+def test_options_of_the_bench_are_not_taken_in_silence_by_what_is_none(words, message):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    with pytest.raises(OverlayError, match=message):
+        command.run(parser.parse_args(words))

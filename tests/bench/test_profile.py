@@ -43,6 +43,23 @@ def test_a_report_becomes_a_row_for_each_kernel():
     assert (second["us"], second["tensor_percent"], second["stalls_percent"]) == (1002.5, None, {"mio": 100.0})
     headers, rows = profile.cells([first, second])
     assert all(len(row) == len(headers) for row in rows)
+    assert [row[headers.index("KV")] for row in profile.cells([first, {**first, "kv_dtype": "fp8"}])[1]] == [
+        "bf16",
+        "fp8",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("script", "message"), [("sleep 60", "not through within"), ("echo no; exit 3", "ends with 3: no")]
+)
+def test_a_tool_that_hangs_or_fails(monkeypatch, tmp_path, script, message):
+    tool = tmp_path / "ncu"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(shutil, "which", lambda name: str(tool))
+    monkeypatch.setattr(profile, "TIME_S", 1)
+    with pytest.raises(OverlayError, match=message):
+        profile.rows((8,), (1,))
 
 
 @pytest.mark.parametrize(

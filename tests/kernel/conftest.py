@@ -43,3 +43,4 @@ def emulated(on_cpu: None, library: ctypes.CDLL) -> Iterator[Callable[..., launc
 
     yield make
     library.allow_all()
+    library.poison(0xFFFFFFFF)

@@ -59,7 +59,8 @@ def build(
     parts.append(
         'extern "C" void allow(const u8* first, i64 bytes) { emulator::readable.push_back({first, bytes}); }\n'
         'extern "C" void allow_all() { emulator::readable.clear(); }\n'
-        'extern "C" i64 conflicts() { return emulator::bank_conflicts; }'
+        'extern "C" i64 conflicts() { return emulator::bank_conflicts; }\n'
+        'extern "C" void poison(u32 word) { emulator::poison = word; }'
     )
     text = "\n".join(parts).replace(
         "extern __shared__ __align__(1024) u8 dynamic_shared[];", "u8* dynamic_shared = emulator::shared_memory;"
@@ -75,6 +76,7 @@ def build(
     loaded = ctypes.CDLL(str(library))
     loaded.conflicts.restype = ctypes.c_int64
     loaded.allow.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    loaded.poison.argtypes = (ctypes.c_uint32,)
     return loaded
 
 

@@ -37,7 +37,6 @@ struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
-struct alignas(8) int2 { int x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct dim3 { unsigned x = 0, y = 0; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -103,6 +102,9 @@ inline dim3 block_index, grid_size;
 inline std::vector<Range> readable;  // what copies may read, when not empty
 inline i64 bank_conflicts = 0;       // of ldmatrix: phases of eight rows that share a bank
 alignas(1024) inline u8 shared_memory[kSharedBytes];
+// What shared memory holds before a block writes to it. All ones are NaN in bf16, fp16, fp32 and e4m3, and -1 as an index; a small
+// number is a row that an index may name.
+inline u32 poison = 0xffffffffu;
 
 inline void fail(const std::string& what) { throw Failure(what + " (thread " + std::to_string(block.current->thread) + ")"); }
 
@@ -276,7 +278,7 @@ inline void run_block(int threads, const std::vector<int>& order, const std::fun
     block.fibers.push_back(std::make_unique<Fiber>());
     block.fibers.back()->stack.resize(kStack);
   }
-  std::memset(shared_memory, 0xff, kSharedBytes);  // NaN in bf16, fp16, fp32 and e4m3, -1 as an integer
+  std::fill(reinterpret_cast<u32*>(shared_memory), reinterpret_cast<u32*>(shared_memory + kSharedBytes), poison);
   for (int i = 0; i < threads; ++i) {
     Fiber& fiber = *block.fibers[i];
     fiber.thread = i;

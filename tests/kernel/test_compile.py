@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 
 import pytest
 
@@ -161,3 +162,26 @@ def test_spills_count_on_the_target_only():
     row = {"arch": "sm_120", "spill_bytes": 4, "shared_bytes": 0}
     assert report.over_budget(row) == "spills"
     assert report.over_budget({**row, "arch": "sm_90"}) == ""
+
+
+def ptx(program, arch):
+    """What NVRTC hands to the assembler: volatile instructions in the order in which they are carried out."""
+    nvrtc = build._nvrtc()
+    handle = nvrtc.createProgram(program.text, "program.cu", (), ())
+    try:
+        nvrtc.compileProgram(handle, ("--std=c++17", "-ftz=true", f"-arch=compute_{arch}"))
+        return nvrtc.getPTX(handle).decode()
+    finally:
+        nvrtc.destroyProgram(handle)
+
+
+@pytest.mark.parametrize("arch", ["80", "90", "120"])
+def test_the_merge_reads_nothing_before_the_main_kernel_has_ended(arch):
+    """It is launched to start early (overlay/kernel/early.py), from 9.0 on; the emulator knows one kernel at a time."""
+    merge, main = ptx(build.merge_program(), arch), ptx(build.attention_program(VARIANTS[0]), arch)
+    assert ("griddepcontrol.wait" in merge, "griddepcontrol.launch_dependents" in main) == (arch != "80",) * 2
+    assert "griddepcontrol.launch_dependents" not in merge and "griddepcontrol.wait" not in main
+    reads = [match.start() for match in re.finditer(r"\bld(\.volatile)?\.global", merge)]
+    assert len(reads) > 8
+    assert all(read > merge.find("griddepcontrol.wait") for read in reads)
+    assert "ld.global.nc" not in merge  # for what nobody writes while the kernel runs

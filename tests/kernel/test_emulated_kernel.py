@@ -6,7 +6,8 @@ that it does is tested too, by taking barriers and waits out.
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def error_of(case, out, lse):
 
 
 @pytest.mark.parametrize(("backwards", "late"), SCHEDULES)
-@pytest.mark.parametrize("columns", [193, 300])  # scanned by one warp, and by all
+@pytest.mark.parametrize("columns", [193, 256, 257])  # scanned by one warp up to 256, by all beyond
 @every_variant
 def test_against_the_reference(emulated, variant, columns, backwards, late):
     case = make_case(2, variant.heads, variant.kv_dtype, columns)
@@ -74,6 +75,26 @@ def test_against_the_reference(emulated, variant, columns, backwards, late):
     kernel = emulated(variant.heads, variant.kv_dtype, reversed=backwards, late=late)
     out, lse = run(kernel, case, variant=variant)
     assert error_of(case, out, lse) <= 3e-3
+
+
+def poisoned(case):
+    """NaN in every row that no index names, so that one that is read by mistake is seen."""
+    named = torch.isin(torch.arange(case.kv_rows.shape[0]), case.indices.long())
+    return replace(case, kv_rows=case.kv_rows.float().where(named[:, None], torch.nan).to(case.kv_rows.dtype))
+
+
+@pytest.mark.parametrize("columns", [1, 33, 256, 257, 300])
+@every_variant
+def test_nothing_depends_on_what_shared_memory_held(emulated, library, variant, columns):
+    case = make_case(1, variant.heads, variant.kv_dtype, columns)
+    case.indices[case.indices == 3] = 5  # row 3 is poison as an index, and NaN
+    case.indices[:, 100:240] = -1
+    kernel, results = emulated(variant.heads, variant.kv_dtype, late=True), []
+    for word in (0xFFFFFFFF, 3):
+        library.poison(word)
+        results.append(run(kernel, poisoned(case), variant=variant))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert error_of(case, *results[0]) <= 3e-3 if columns > 1 else not results[0][0].isnan().any()
 
 
 @every_variant
@@ -185,38 +206,68 @@ def test_masked_rows_are_not_copied(emulated, library):
 
 
 # fault -> heads, KV dtype, text of the source and what takes its place
+class Fault(NamedTuple):
+    """A change to the source that must show in a call of one variant, at its widest."""
+
+    heads: int
+    kv_dtype: str
+    text: str
+    instead: str
+    columns: int = 300
+    splits: int = 1
+
+
 BROKEN = {
-    "no wait for a piece": (8, "bf16", "wait_copies<S::kRing - 1>();", ";"),
-    "no barrier after the partial scores": (
+    "no wait for a piece": Fault(8, "bf16", "wait_copies<S::kRing - 1>();", ";"),
+    "no barrier after the partial scores": Fault(
         8,
         "bf16",
         "named_barrier<64>(1 + stream);\n        add_partner<S>(s, sm, buffer, place);\n        prefetch",
         "add_partner<S>(s, sm, buffer, place);\n        prefetch",
     ),
-    "partial scores overwritten": (16, "bf16", "named_barrier<64>(kRead + warp);\n      publish", "publish"),
-    "no wait for the last copies": (32, "bf16", "wait_copies<0>();\n", "\n"),
-    "weights read before they are there": (32, "bf16", "__syncthreads();\n      collect_weights", "collect_weights"),
-    "tiles read before one warp has listed them": (
+    "partial scores overwritten": Fault(16, "bf16", "named_barrier<64>(kRead + warp);\n      publish", "publish"),
+    "no wait for the last copies": Fault(32, "bf16", "wait_copies<0>();\n", "\n"),
+    "weights read before they are there": Fault(
+        32, "bf16", "__syncthreads();\n      collect_weights", "collect_weights"
+    ),
+    "tiles read before one warp has listed them": Fault(
         16,
         "bf16",
         "__syncthreads();\n  const int listed",
         "const int listed",
     ),
-    "a swapped byte pair": (8, "fp8", "0x3120", "0x3210"),
+    "a swapped byte pair": Fault(8, "fp8", "0x3120", "0x3210"),
+    "indices past the last tile left as they were": Fault(
+        8, "bf16", "entry(i / S::kRows, i % S::kRows) = kNoRow;", ";", 209
+    ),
+    "the last columns not scanned": Fault(
+        8, "bf16", "kWords = kAheadColumns / 32;", "kWords = kAheadColumns / 32 - 1;", 256
+    ),
+    "halves joined before they are given": Fault(
+        16,
+        "bf16",
+        "__syncthreads();\n#pragma unroll\n  for (int n = 0; n < S::kHeadTiles; ++n) {\n    float own[2], other[2];",
+        "#pragma unroll\n  for (int n = 0; n < S::kHeadTiles; ++n) {\n    float own[2], other[2];",
+    ),
+    "shares of the merge read before they are there": Fault(
+        8, "bf16", "__syncthreads();\n    if (share > 0)", "if (share > 0)", 300, 3
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_kernel_is_noticed(emulated, tmp_path, fault):
-    heads, kv_dtype, text, instead = BROKEN[fault]
+    heads, kv_dtype, text, instead, columns, splits = BROKEN[fault]
     variant = variants_for(heads, kv_dtype)[0]
     broken = emulation.build(tmp_path, variants_for(heads, kv_dtype), [(text, instead)])
-    case = make_case(1, heads, kv_dtype, 300)
+    case = make_case(1, heads, kv_dtype, columns)
+    case.indices[case.indices == 3] = 5
     errors = []
-    for backwards, late in SCHEDULES:
+    for (backwards, late), word in itertools.product(SCHEDULES, (0xFFFFFFFF, 3)):
+        broken.poison(word)
         try:
             kernel = emulated(heads, kv_dtype, library=broken, reversed=backwards, late=late)
-            errors.append(error_of(case, *run(kernel, case, variant=variant)))
+            errors.append(error_of(case, *run(kernel, poisoned(case), splits, variant)))
         except AssertionError:
             errors.append(float("inf"))
     assert not all(error <= 3e-3 for error in errors), errors
