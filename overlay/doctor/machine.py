@@ -83,4 +83,4 @@ def running(around: Surroundings) -> Outcome:
     fingerprints = sorted({str(process["fingerprint"]) for process in processes})
     if len(fingerprints) > 1:
         return warned(f"processes run different overlays: {', '.join(fingerprints)}", "restart the engine")
-    return passed(f"{len(processes)} vLLM processes, overlay {fingerprints[0]}")
+    return passed(f"vLLM processes: {len(processes)}, fingerprint {fingerprints[0]}")

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from overlay.errors import OverlayError
 from overlay.rehearsal import driver
-from overlay.rehearsal.planner import PROGRESS, Request
+from overlay.rehearsal.planner import FIRST_STAGE, PROGRESS, Request
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GIB = driver.GIB
@@ -91,7 +91,14 @@ def ask_all(
         request_file.write_text(json.dumps([asdict(request) for request in requests]))
         children = [
             Child(
-                name, request_file, scratch / f"{name}.json", column_environment(name, env), progress, output, speaking
+                name,
+                len(requests),
+                request_file,
+                scratch / f"{name}.json",
+                column_environment(name, env),
+                progress,
+                output,
+                speaking,
             )
             for name in columns
         ]
@@ -159,6 +166,7 @@ class Child:
     """One column's process, its stages as they pass, and the end of what it printed."""
 
     name: str
+    questions: int
     request_file: Path
     answer_file: Path
     env: Mapping[str, str]
@@ -167,6 +175,7 @@ class Child:
     speaking: threading.Lock  # of all columns: print() writes a line and its end apart, and lines would run together
     said: deque[str] = field(default_factory=lambda: deque(maxlen=40))
     stage: str = "starting Python"
+    question: int = 0  # the number of the one that it works at
 
     def __post_init__(self) -> None:
         self.started = time.monotonic()
@@ -189,7 +198,9 @@ class Child:
     def _take(self, line: str) -> None:
         if line.startswith(PROGRESS):
             self.stage = line.removeprefix(PROGRESS).strip()
-            self.progress(f"{self.name:<8} {time.monotonic() - self.started:4.0f} s  {self.stage}")
+            self.question += self.stage == FIRST_STAGE
+            which = f"model {self.question} of {self.questions}: " if self.questions > 1 else ""
+            self.progress(f"{self.name:<8} {time.monotonic() - self.started:4.0f} s  {which}{self.stage}")
         else:
             self.said.append(line.rstrip())
         if self.output is not None:

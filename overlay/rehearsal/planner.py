@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from overlay.errors import OverlayError
 
 PROGRESS = "rehearsal: "
+FIRST_STAGE = "importing vLLM"  # of each question
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Rehearsal:
 
     def stages(self) -> list[tuple[str, Any]]:
         return [
-            ("importing vLLM", self.start),
+            (FIRST_STAGE, self.start),
             ("vLLM's configuration", self.configure),
             ("the model, without weights", self.build),
             ("the KV cache plan", self.plan),

@@ -222,8 +222,23 @@ def test_a_child_that_dies_says_with_what(monkeypatch: pytest.MonkeyPatch, model
         assert column["failure"]["stage"] == "importing vLLM"
         assert "exit status -11" in column["failure"]["error"]
         assert "Segmentation fault in here" in column["failure"]["error"]
-    assert len(said) == 2 and all(line.endswith("importing vLLM") for line in said)
+    assert len(said) == 2 and all(line.endswith(" s  importing vLLM") for line in said)
     assert "would not boot" in report.as_text(both, report.findings(**both))
+
+
+def test_progress_says_which_of_several_models_it_is_about(monkeypatch, model: Path, tmp_path: Path) -> None:
+    asked = tmp_path / "python"
+    asked.write_text(
+        "#!/bin/sh\nfor n in 1 2; do echo 'rehearsal: importing vLLM'; echo 'rehearsal: CUDA graphs'; done\n"
+    )
+    asked.chmod(0o755)
+    monkeypatch.setattr(columns.sys, "executable", str(asked))
+    monkeypatch.setattr(driver, "build", lambda directory: tmp_path)
+    said: list[str] = []
+    columns.ask_all([columns.Question(model, (12, 1))] * 2, said.append, columns=["stock"])
+    assert [line.split(" s  ")[1] for line in said] == [
+        f"model {number} of 2: {stage}" for number in (1, 2) for stage in ("importing vLLM", "CUDA graphs")
+    ]
 
 
 def test_two_columns_never_speak_at_once(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path) -> None:
