@@ -33,12 +33,12 @@ def measure(cases: Iterable[Case], with_peers: bool = True) -> Iterator[Row]:
     pools = {dtype: pool(dtype, torch.device("cuda")) for dtype in {case.kv_dtype for case in cases}}
     started = time.monotonic()
     for number, case in enumerate(cases, 1):
-        _progress(f"{number}/{len(cases)} {_name(case)} ({time.monotonic() - started:.0f} s)")
+        progress(f"{number}/{len(cases)} {_name(case)} ({time.monotonic() - started:.0f} s)")
         calls = [inputs(case, pools[case.kv_dtype], seed) for seed in range(4 if case.tokens <= 128 else 2)]
         yield {"kernel": "ours", **asdict(case), **_ours(case, calls, peak)}
         if with_peers and case.pattern == "uniform" and case.columns == case.valid:
             yield from _peer_rows(case, calls)
-    _progress("")
+    progress("")
 
 
 def _ours(case: Case, calls: list[Inputs], peak: float) -> dict[str, object]:
@@ -92,7 +92,7 @@ def _peer_rows(case: Case, calls: list[Inputs]) -> Iterator[Row]:
         except Exception as error:  # a peer's own failure is a finding, and must not end the run
             row["reason"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if row["us"] is None:
-            _progress(f"{peer.name}: {row['reason']}\n")
+            progress(f"{peer.name}: {row['reason']}\n")
         yield row
 
 
@@ -121,7 +121,8 @@ def _name(case: Case) -> str:
     return f"H={case.heads} T={case.tokens} K={case.columns}/{case.valid} {case.kv_dtype} {case.pattern}"
 
 
-def _progress(text: str) -> None:
+def progress(text: str) -> None:
+    """The line of the person who waits, on stderr: written over on a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\033[K{text}")
     elif text:

@@ -23,6 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the time of some calls goes, by Nsight Compute (ncu), instead of the bench",
     )
     parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="measure every launch that a call could take, and fit the constants of the choice to this GPU",
+    )
+    parser.add_argument(
         "--project",
         type=Path,
         metavar="FILE",
@@ -38,10 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, and keep the run in docs/measurements; 1 with --check where a bar is missed."""
-    if options.project and options.profile:
-        raise OverlayError("--project reads a kept run, --profile makes one: ask for one of them")
-    if (options.project or options.profile) and (options.check or options.plot or options.no_peers):
-        raise OverlayError("--check, --plot and --no-peers belong to the bench, not to --project or --profile")
+    instead = [name for name in ("project", "profile", "tune") if getattr(options, name)]
+    if len(instead) > 1:
+        raise OverlayError(f"ask for one of {', '.join(f'--{name}' for name in instead)}")
+    if instead and (options.check or options.plot or options.no_peers):
+        raise OverlayError(f"--check, --plot and --no-peers belong to the bench, not to --{instead[0]}")
     if options.project:
         return _project(options.project, options.json)
     try:
@@ -57,6 +63,8 @@ def run(options: argparse.Namespace) -> int:
     outputs.require_folder(directory, "--out")
     if options.profile:
         return _profile(options, directory)
+    if options.tune:
+        return _tune(options, directory)
     if options.plot:
         outputs.require_file(options.plot, "--plot")
         report.figure_class()
@@ -95,6 +103,27 @@ def _profile(options: argparse.Namespace, directory: Path) -> int:
     print(json.dumps(document) if options.json else f"{document['gpu']}\n{table(*profile.cells(rows))}")
     # A part of the calls does not take the place of all.
     name = "profile-part" if options.heads or options.tokens else "profile"
+    print(f"kept in {measurement.keep(name, document, directory)}", file=sys.stderr)
+    return 0
+
+
+def _tune(options: argparse.Namespace, directory: Path) -> int:
+    import torch
+
+    from overlay import measurement
+    from overlay.bench import cases, tune
+    from overlay.table import table
+
+    sm_count = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    chosen = list(tune.launches(sm_count, options.heads or cases.HEADS, options.tokens or tune.TOKENS))
+    rows = list(tune.measure(chosen))
+    fitted = tune.fit(rows, sm_count)
+    document = {**measurement.provenance(), "sm_count": sm_count, "rows": rows, "fitted": tune.source(fitted)}
+    if options.json:
+        print(json.dumps(document))
+    else:
+        print(f"{document['gpu']}\n{table(*tune.cells(rows, sm_count, fitted))}\n\n{document['fitted']}")
+    name = "tune-part" if options.heads or options.tokens else "tune"
     print(f"kept in {measurement.keep(name, document, directory)}", file=sys.stderr)
     return 0
 

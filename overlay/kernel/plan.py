@@ -3,6 +3,7 @@
 Never of the contents of a call: a captured CUDA graph repeats the launch it was captured with.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -23,24 +24,40 @@ class Cost(NamedTuple):
     second: float
 
 
-# Fitted to 900 launches on an H200: 8 to 64 heads, 1 to 256 tokens of 2048 columns, every variant and split count. Of
+class Model(NamedTuple):
+    """What a launch costs beyond what every launch costs, in microseconds.
+
+    `split_head`: a block writes one head of a partial output instead of a final one. `merge`: the merge, and for each
+    split of a token `merge_split`, and for each head of a partial output, which is read, `merge_head`.
+    """
+
+    blocks: Mapping[str, Cost]  # by the variant's name
+    split_head: float
+    merge: float
+    merge_split: float
+    merge_head: float
+
+
+# Fitted to 948 launches on an H200: 8 to 64 heads, 1 to 256 tokens of 2048 columns, every variant and split count. Of
 # the 72 shapes 64 get the fastest launch that was measured, the others one that is at most 4 % slower. Beyond those
 # shapes it extrapolates. Only ratios matter, so the choice holds for other parts as far as their multiprocessors are
-# alike.
-COSTS = {
-    "sparse_mla_h8_bf16": Cost(1.82, 0.0235, 0.524),
-    "sparse_mla_h8_bf16_deep": Cost(2.92, 0.0189, 0.988),
-    "sparse_mla_h16_bf16": Cost(2.74, 0.0281, 0.406),
-    "sparse_mla_h16_bf16_deep": Cost(3.47, 0.0223, 0.594),
-    "sparse_mla_h32_bf16": Cost(2.31, 0.0434, 0.297),
-    "sparse_mla_h8_fp8": Cost(1.97, 0.0160, 0.477),
-    "sparse_mla_h16_fp8": Cost(2.85, 0.0240, 0.311),
-    "sparse_mla_h32_fp8": Cost(1.27, 0.0356, 0.403),
-}
-SPLIT_HEAD = 0.0579  # a block writes one head of a partial output instead of a final one
-MERGE = 1.95
-MERGE_SPLIT = 0.0154  # for each split of a token
-MERGE_HEAD = 0.000897  # for each head of a partial output: it is read
+# alike: `python -m overlay bench --tune` measures and fits it anew.
+MODEL = Model(
+    blocks={
+        "sparse_mla_h8_bf16": Cost(1.82, 0.0235, 0.524),
+        "sparse_mla_h16_bf16": Cost(2.74, 0.0281, 0.406),
+        "sparse_mla_h32_bf16": Cost(2.31, 0.0434, 0.297),
+        "sparse_mla_h8_bf16_deep": Cost(2.92, 0.0189, 0.988),
+        "sparse_mla_h16_bf16_deep": Cost(3.47, 0.0223, 0.594),
+        "sparse_mla_h8_fp8": Cost(1.97, 0.0160, 0.477),
+        "sparse_mla_h16_fp8": Cost(2.85, 0.0240, 0.311),
+        "sparse_mla_h32_fp8": Cost(1.27, 0.0356, 0.403),
+    },
+    split_head=0.0579,
+    merge=1.95,
+    merge_split=0.0154,
+    merge_head=0.000897,
+)
 
 
 @dataclass(frozen=True)
@@ -112,26 +129,29 @@ def choose(
         (variant, count)
         for variant in serving
         for count in ((splits,) if splits else range(1, MAX_SPLITS + 1))
-        if splits or count == 1 or _worth_splitting(variant, num_heads, tokens, columns, sm_count, count)
+        if splits or count == 1 or worth_splitting(variant, num_heads, tokens, columns, sm_count, count)
     ]
-    return min(candidates, key=lambda one: _microseconds(*one, num_heads, tokens, columns, sm_count))
+    return min(candidates, key=lambda one: microseconds(MODEL, *one, num_heads, tokens, columns, sm_count))
 
 
-def _worth_splitting(variant: Variant, num_heads: int, tokens: int, columns: int, sm_count: int, splits: int) -> bool:
+def worth_splitting(variant: Variant, num_heads: int, tokens: int, columns: int, sm_count: int, splits: int) -> bool:
+    """Whether so many splits neither launch far more than the GPU holds at once nor leave a block too few columns."""
     blocks = tokens * -(-num_heads // variant.heads) * splits
     return blocks <= MAX_WAVES * sm_count * variant.blocks and split_columns(columns, splits) >= 64
 
 
-def _microseconds(variant: Variant, splits: int, num_heads: int, tokens: int, columns: int, sm_count: int) -> float:
-    """The model: blocks in turns on their multiprocessors, then the merge. It leaves out what every launch costs."""
-    cost, blocks = COSTS[variant.name], tokens * -(-num_heads // variant.heads)
+def microseconds(
+    model: Model, variant: Variant, splits: int, num_heads: int, tokens: int, columns: int, sm_count: int
+) -> float:
+    """Blocks in turns on their multiprocessors, then the merge."""
+    cost, blocks = model.blocks[variant.name], tokens * -(-num_heads // variant.heads)
     rounds, rest = divmod(-(-blocks * splits // sm_count), variant.blocks)
     turns = rounds * (1 + cost.second * (variant.blocks - 1)) + rest
     block = cost.fixed + cost.column * split_columns(columns, splits)
     if splits == 1:
         return turns * block
-    merge = MERGE + MERGE_SPLIT * splits + MERGE_HEAD * splits * blocks * variant.heads
-    return turns * (block + SPLIT_HEAD * variant.heads) + merge
+    merge = model.merge + model.merge_split * splits + model.merge_head * splits * blocks * variant.heads
+    return turns * (block + model.split_head * variant.heads) + merge
 
 
 def _sharers(head_tiles: int, sm_count: int) -> int:

@@ -220,7 +220,8 @@ def test_counts_are_numbers_from_one_on(capsys, words):
     [
         (["--profile", "--check"], "belong to the bench"),
         (["--project", "run.json", "--no-peers"], "belong to the bench"),
-        (["--project", "run.json", "--profile"], "ask for one of them"),
+        (["--project", "run.json", "--profile"], "one of --project, --profile"),
+        (["--tune", "--plot", "x.png"], "not to --tune"),
     ],
 )
 def test_options_of_the_bench_are_not_taken_in_silence_by_what_is_none(words, message):
