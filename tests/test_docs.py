@@ -153,6 +153,21 @@ def test_percents_are_those_of_the_kept_run():
         assert cells == [f"{bf16:.0f} / {fp8:.0f}" for bf16, fp8 in rows]
 
 
+def test_the_engines_are_those_of_the_kept_run():
+    kept = json.loads((ROOT / "docs/measurements/engine-nvidia-h200.json").read_text())["cases"]
+    assert table("README.md", "| configuration | generated tokens compared |") == [
+        [
+            case["name"],
+            str(case["generated_tokens"]),
+            f"{case['largest_generated_difference']:.4f}",
+            f"{case['prompt_tokens']:,}",
+            f"{case['mean_logprob_difference']:.4f}",
+            str(len(case["jumps"])),
+        ]
+        for case in kept
+    ]
+
+
 def test_bars_met_are_those_of_the_kept_run():
     met, of = sum(bar["met"] for bar in BENCH["bars"]), len(BENCH["bars"])
     assert f"**{met} of the {of} bars are met**" in (ROOT / "docs/kernel.md").read_text()
