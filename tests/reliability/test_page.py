@@ -19,8 +19,8 @@ def test_without_measurements_it_says_so(tmp_path):
 PROVENANCE = {"gpu": "NVIDIA X", "date": "2026-01-01", "versions": {"vllm": "0.33.0"}}
 SIDE = {
     "seconds": 240.0, "requests_a_second": 30.0, "requests": {"answered": 7000, "lost": 2}, "compared_tokens": 9,
-    "beyond_tolerance": 1, "parted_answers": 1234, "compared_answers": 7000, "largest_difference": 0.01, "alone_again": 0.0,
-    "memory_growth_mib": {"gpu": 0.0, "host": 1.5},
+    "beyond_tolerance": 1, "parted_answers": 1234, "compared_answers": 7000, "largest_difference": 0.01,
+    "alone_again": 0.0, "memory_growth_mib": {"gpu": 0.0, "host": 1.5},
 }  # fmt: skip
 
 
