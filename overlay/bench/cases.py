@@ -30,6 +30,11 @@ class Case:
     pattern: Pattern = "uniform"
 
     @property
+    def plain(self) -> bool:
+        """Indices from anywhere, all of them valid: what peers are given, too."""
+        return self.pattern == "uniform" and self.columns == self.valid
+
+    @property
     def flop(self) -> int:
         """Useful operations: two products of 512 by `valid` for every head and token."""
         return 4 * LATENT * self.valid * self.heads * self.tokens
@@ -76,6 +81,11 @@ def inputs(case: Case, kv: torch.Tensor, seed: int) -> Inputs:
     indices = torch.full((case.tokens, case.columns), -1, dtype=torch.int32, device=device)
     indices[:, : case.valid] = _select(case, generator)
     return Inputs(q, kv, indices, torch.empty_like(q))
+
+
+def rotation(case: Case, kv: torch.Tensor) -> list[Inputs]:
+    """Calls to time in turn, each with queries and selections of its own; fewer where they are large."""
+    return [inputs(case, kv, seed) for seed in range(4 if case.tokens <= 128 else 2)]
 
 
 def _select(case: Case, generator: torch.Generator) -> torch.Tensor:

@@ -1,11 +1,8 @@
 """Where the time of a call goes: each of its kernels under Nsight Compute, with the reasons why its warps wait."""
 
-import contextlib
 import csv
 import io
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,8 +10,9 @@ from pathlib import Path
 
 import torch
 
+from overlay import children
 from overlay.bench.bars import Row
-from overlay.bench.cases import HEADS, KV_DTYPES, Case, inputs, pool
+from overlay.bench.cases import HEADS, KV_DTYPES, grid, inputs, pool
 from overlay.bench.occupancy import as_on_sm120
 from overlay.config import ROOT
 from overlay.errors import OverlayError
@@ -49,26 +47,13 @@ def rows(heads: Sequence[int] = HEADS, tokens: Sequence[int] = TOKENS) -> list[R
     command += [word for section in SECTIONS for word in ("--section", section)]
     command += ["--metrics", ",".join(METRICS), sys.executable, "-m", "overlay.bench.profile"]
     command += [",".join(map(str, heads)), ",".join(map(str, tokens))]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as process:
-        try:
-            out, errors = process.communicate(timeout=TIME_S)
-        except subprocess.TimeoutExpired:
-            raise OverlayError(f"ncu is not through within {TIME_S} s: ask for fewer --heads and --tokens") from None
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # ncu leaves the process that it profiles behind
-                os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode:
-        raise OverlayError(f"ncu ends with {process.returncode}: {(out + errors).strip()[-2000:]}")
-    return list(parse(out))
-
-
-def calls(heads: Sequence[int], tokens: Sequence[int]) -> Iterator[Case]:
-    """The calls in the order in which they are profiled."""
-    for kv_dtype in KV_DTYPES:
-        for head_count in heads:
-            for token_count in tokens:
-                yield Case(head_count, token_count, 2048, 2048, kv_dtype)
+    try:
+        done = children.finish(command, TIME_S, cwd=ROOT, stdout=subprocess.PIPE)
+    except subprocess.TimeoutExpired:
+        raise OverlayError(f"ncu is not through within {TIME_S} s: ask for fewer --heads and --tokens") from None
+    if done.returncode:
+        raise OverlayError(f"ncu ends with {done.returncode}: {(done.stdout + done.stderr).strip()[-2000:]}")
+    return list(parse(done.stdout))
 
 
 def parse(text: str) -> Iterator[Row]:
@@ -143,7 +128,7 @@ def main(heads: str, tokens: str) -> None:
     numbers = ([int(part) for part in text.split(",")] for text in (heads, tokens))
     runtime = torch.cuda.cudart()
     pools = {kv_dtype: pool(kv_dtype, torch.device("cuda")) for kv_dtype in KV_DTYPES}
-    for case in calls(*numbers):
+    for case in filter(lambda case: case.plain, grid(*numbers)):
         kernel = SparseMLA.load(torch.device("cuda"), case.heads, case.kv_dtype)
         call = inputs(case, pools[case.kv_dtype], seed=0)
         workspace = torch.empty(kernel.workspace_bytes(case.tokens, case.columns), dtype=torch.uint8, device="cuda")

@@ -9,7 +9,7 @@ import torch
 
 from overlay.bench import ceilings, timing
 from overlay.bench.bars import Row
-from overlay.bench.cases import Case, Inputs, inputs, pool
+from overlay.bench.cases import Case, Inputs, pool, rotation
 from overlay.bench.occupancy import as_on_sm120
 from overlay.bench.peers import Unavailable, peers
 from overlay.errors import OverlayError
@@ -34,9 +34,9 @@ def measure(cases: Iterable[Case], with_peers: bool = True) -> Iterator[Row]:
     started = time.monotonic()
     for number, case in enumerate(cases, 1):
         progress(f"{number}/{len(cases)} {_name(case)} ({time.monotonic() - started:.0f} s)")
-        calls = [inputs(case, pools[case.kv_dtype], seed) for seed in range(4 if case.tokens <= 128 else 2)]
+        calls = rotation(case, pools[case.kv_dtype])
         yield {"kernel": "ours", **asdict(case), **_ours(case, calls, peak)}
-        if with_peers and case.pattern == "uniform" and case.columns == case.valid:
+        if with_peers and case.plain:
             yield from _peer_rows(case, calls)
     progress("")
 

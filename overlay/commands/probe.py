@@ -1,15 +1,14 @@
 """Drives single parts of vLLM against references of our own, without an engine."""
 
 import argparse
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from overlay import children
 from overlay.errors import OverlayError
 from overlay.hardware import Hardware
 from overlay.probe.report import PARTS, Rows, as_text, is_wrong, verdict
@@ -95,15 +94,10 @@ def ask(name: str, has_gpu: bool, arguments: dict[str, object], timeout: float) 
 
 
 def finish(command: list[str], env: dict[str, str], timeout: float) -> str:
-    """Run to the end and return what went wrong, or "". Compilers that the child started go with it."""
-    streams = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    with subprocess.Popen(command, env=env, start_new_session=True, **streams) as child:
-        try:
-            _, said = child.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired as slow:
-            said = (slow.stderr or b"").decode(errors="replace")
-            return f"not through within {timeout:.0f} s\n{said.strip()[-3000:]}".strip()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-    return said.strip()[-3000:] or f"exit {child.returncode}" if child.returncode else ""
+    """Run to the end and return what went wrong, or ""."""
+    try:
+        child = children.finish(command, timeout, env=env, stdout=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired as slow:
+        said = (slow.stderr or b"").decode(errors="replace")
+        return f"not through within {timeout:.0f} s\n{said.strip()[-3000:]}".strip()
+    return child.stderr.strip()[-3000:] or f"exit {child.returncode}" if child.returncode else ""

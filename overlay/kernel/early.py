@@ -40,8 +40,6 @@ class EarlyStartRefused(KernelError):
 class EarlyFunction:
     """Called like the `cupy.cuda.Function` that it launches."""
 
-    starts_early = True
-
     def __init__(self, function: Any, driver: Any) -> None:
         self.function = function
         self._driver = driver

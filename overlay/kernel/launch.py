@@ -15,7 +15,7 @@ import torch
 from overlay.kernel import contract
 from overlay.kernel import plan as planning
 from overlay.kernel.build import attention_program, index_rows_program, merge_program
-from overlay.kernel.early import EarlyStartRefused, starting_early
+from overlay.kernel.early import EarlyFunction, EarlyStartRefused, starting_early
 from overlay.kernel.errors import KernelError
 from overlay.kernel.load import allow_shared, cuda_device, cupy_stream, load_function
 from overlay.kernel.plan import MERGE_WARPS, Plan
@@ -63,7 +63,7 @@ class SparseMLA:
     @property
     def merge_starts_early(self) -> bool:
         """Whether the merge's blocks take their places while the main kernel still runs."""
-        return getattr(self._merge, "starts_early", False)
+        return isinstance(self._merge, EarlyFunction)
 
     def plan(self, tokens: int, columns: int, splits: int | None = None, variant: Variant | None = None) -> Plan:
         """How a call is cut into blocks; `splits` and `variant` force what is else chosen."""

@@ -39,7 +39,7 @@ class Model(NamedTuple):
 
 
 # Fitted to 948 launches on an H200: 8 to 64 heads, 1 to 256 tokens of 2048 columns, every variant and split count. Of
-# the 72 shapes 64 get the fastest launch that was measured, the others one that is at most 4 % slower. Beyond those
+# the 72 shapes 64 get the fastest launch that was measured, the others one that is at most 4.2 % slower. Beyond those
 # shapes it extrapolates. Only ratios matter, so the choice holds for other parts as far as their multiprocessors are
 # alike: `python -m overlay bench --tune` measures and fits it anew.
 MODEL = Model(
@@ -85,6 +85,7 @@ class Plan:
         return tokens * self.head_blocks * self.variant.heads // 8, FRAGMENTS * self.sharers // MERGE_WARPS
 
 
+@lru_cache(maxsize=4096)
 def plan(
     num_heads: int,
     kv_dtype: str,
@@ -95,6 +96,8 @@ def plan(
     variant: Variant | None = None,
 ) -> Plan:
     """Cut `tokens` x `num_heads` x `columns` into blocks; `splits` and `variant` force what is else chosen.
+
+    Remembered: every layer of every step asks.
 
     Raises:
         ValueError: a split count outside 1 to 32, or a variant that does not serve these heads.
@@ -120,7 +123,6 @@ def split_columns(columns: int, splits: int) -> int:
     return -(-columns // (32 * splits)) * 32
 
 
-@lru_cache(maxsize=4096)
 def choose(
     serving: tuple[Variant, ...], num_heads: int, tokens: int, columns: int, sm_count: int, splits: int | None = None
 ) -> tuple[Variant, int]:

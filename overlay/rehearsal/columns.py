@@ -104,7 +104,7 @@ def ask_all(
         ]
         for child in children:
             stack.callback(child.end)
-        answers = [child.answers(len(requests)) for child in children]
+        answers = [child.answers() for child in children]
     return [dict(zip(columns, pair, strict=True)) for pair in zip(*answers, strict=True)]
 
 
@@ -206,19 +206,20 @@ class Child:
         if self.output is not None:
             self.output.write(f"{self.name}: {line}")
 
-    def answers(self, count: int) -> list[dict[str, Any]]:
-        """Wait for `count` answers; where the child dies before the last, the rest say so with its last lines."""
+    def answers(self) -> list[dict[str, Any]]:
+        """Wait for all answers; where the child dies before the last, the rest say so with its last lines."""
+        seconds = TIMEOUT_S * self.questions
         try:
-            status = f"exit status {self.process.wait(timeout=TIMEOUT_S * count)}"
+            status = f"exit status {self.process.wait(timeout=seconds)}"
         except subprocess.TimeoutExpired:
             self.end()
-            status = f"not done within {TIMEOUT_S * count:.0f} s"
+            status = f"not done within {seconds:.0f} s"
         self.reader.join(timeout=10)
         found = json.loads(self.answer_file.read_text()) if self.answer_file.is_file() else []
         last = "\n".join(list(self.said)[-8:])
         failure = {"stage": self.stage, "error": f"the process ended without an answer ({status}):\n{last}"}
         lost = {"boots": False, "failure": failure, "log": [], "patches": []}
-        return found + [lost] * (count - len(found))
+        return found + [lost] * (self.questions - len(found))
 
     def end(self) -> None:
         if self.process.poll() is None:

@@ -68,27 +68,20 @@ def test_without_the_bindings_the_function_stays_as_it_is(monkeypatch):
     assert starting_early(Function, CPU) is Function
 
 
-def refusing(function, device):
-    def early(*args, **kwargs):
-        raise EarlyStartRefused("CUDA_ERROR_NOT_SUPPORTED")
-
-    early.starts_early = True
-    return early
-
-
 @pytest.mark.parametrize("plainly", [True, False])
-def test_a_driver_that_refuses_early_starts_gets_plain_ones(monkeypatch, on_cpu, caplog, plainly):
+def test_a_driver_that_refuses_early_starts_gets_plain_ones(monkeypatch, on_cpu, caplog, driver, plainly):
+    bindings, _ = recording(driver, driver.CUresult.CUDA_ERROR_NOT_SUPPORTED)
     tried = []
 
     def attempt(kernel, variant):
         tried.append((variant.name, kernel.merge_starts_early))
         if kernel.merge_starts_early:
-            kernel._merge()
+            kernel._merge((1,), (32,), (), stream=STREAM)
         elif not plainly:
             raise KernelError("an error of an earlier kernel")
 
     monkeypatch.setattr(launch, "load_function", lambda device, program: Function)
-    monkeypatch.setattr(launch, "starting_early", refusing)
+    monkeypatch.setattr(launch, "starting_early", lambda function, device: EarlyFunction(function, bindings))
     monkeypatch.setattr(launch, "_try_attention", attempt)
     load = launch._load_attention.__wrapped__
     if not plainly:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -207,15 +208,23 @@ def test_one_rehearsal_is_about_one_kind_of_gpu(model: Path) -> None:
         columns.ask_all(questions)
 
 
-def test_a_child_that_dies_says_with_what(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def as_column(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """`as_column(script)`: lines of shell in the place of each column's Python."""
+
+    def make(script: str) -> None:
+        python = tmp_path / "python"
+        python.write_text(f"#!/bin/sh\n{script}")
+        python.chmod(0o755)
+        monkeypatch.setattr(columns.sys, "executable", str(python))
+        monkeypatch.setattr(driver, "build", lambda directory: tmp_path)
+
+    return make
+
+
+def test_a_child_that_dies_says_with_what(as_column: Callable[[str], None], model: Path) -> None:
     """A crash below Python leaves no answer: the column ends with the status and the last lines."""
-    crashing = tmp_path / "python"
-    crashing.write_text(
-        "#!/bin/sh\necho 'rehearsal: importing vLLM'\necho 'Segmentation fault in here'\nkill -SEGV $$\n"
-    )
-    crashing.chmod(0o755)
-    monkeypatch.setattr(columns.sys, "executable", str(crashing))
-    monkeypatch.setattr(driver, "build", lambda directory: tmp_path)
+    as_column("echo 'rehearsal: importing vLLM'\necho 'Segmentation fault in here'\nkill -SEGV $$\n")
     said: list[str] = []
     both = columns.ask(columns.Question(model, (12, 1)), said.append)
     for column in both.values():
@@ -226,14 +235,8 @@ def test_a_child_that_dies_says_with_what(monkeypatch: pytest.MonkeyPatch, model
     assert "would not boot" in report.as_text(both, report.findings(**both))
 
 
-def test_progress_says_which_of_several_models_it_is_about(monkeypatch, model: Path, tmp_path: Path) -> None:
-    asked = tmp_path / "python"
-    asked.write_text(
-        "#!/bin/sh\nfor n in 1 2; do echo 'rehearsal: importing vLLM'; echo 'rehearsal: CUDA graphs'; done\n"
-    )
-    asked.chmod(0o755)
-    monkeypatch.setattr(columns.sys, "executable", str(asked))
-    monkeypatch.setattr(driver, "build", lambda directory: tmp_path)
+def test_progress_says_which_of_several_models_it_is_about(as_column: Callable[[str], None], model: Path) -> None:
+    as_column("for n in 1 2; do echo 'rehearsal: importing vLLM'; echo 'rehearsal: CUDA graphs'; done\n")
     said: list[str] = []
     columns.ask_all([columns.Question(model, (12, 1))] * 2, said.append, columns=["stock"])
     assert [line.split(" s  ")[1] for line in said] == [
@@ -241,13 +244,9 @@ def test_progress_says_which_of_several_models_it_is_about(monkeypatch, model: P
     ]
 
 
-def test_two_columns_never_speak_at_once(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path) -> None:
+def test_two_columns_never_speak_at_once(as_column: Callable[[str], None], model: Path) -> None:
     """print() writes a line and its end apart: two threads in it made "stock ... vLLMoverlay ... vLLM" of two lines."""
-    talking = tmp_path / "python"
-    talking.write_text("#!/bin/sh\nfor i in $(seq 200); do echo 'rehearsal: stage'; done\n")
-    talking.chmod(0o755)
-    monkeypatch.setattr(columns.sys, "executable", str(talking))
-    monkeypatch.setattr(driver, "build", lambda directory: tmp_path)
+    as_column("for i in $(seq 200); do echo 'rehearsal: stage'; done\n")
     inside: list[str] = []
     together: list[list[str]] = []
 
