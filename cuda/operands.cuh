@@ -19,6 +19,14 @@ using Output = float[S::kDimTiles][S::kHeadTiles][4];
 template <class S>
 using Quarter = float[kQuarterTiles][S::kHeadTiles][4];
 
+// --- scaling to f16 -----------------------------------------------------------------------------------------------------------
+
+// Numbers times half_factor of the exponent field of the largest of them, given as its bits: that one lies in [2^14, 2^15), and
+// every bf16 down to 2^-29 of it is exact in f16. The field is at least 15, so that factor and inverse are normal numbers.
+__device__ __forceinline__ u32 half_exponent(u32 largest) { return max(largest >> 23, 15u); }
+__device__ __forceinline__ float half_factor(u32 exponent) { return __uint_as_float((268u - exponent) << 23); }
+__device__ __forceinline__ float half_inverse_factor(u32 exponent) { return __uint_as_float((exponent - 14u) << 23); }
+
 // --- Q -----------------------------------------------------------------------------------------------------------------------
 
 // B fragments of Q^T from the staging area, still bf16. Element pairs of the fp8 kernel follow the bytes of an e4m3 fragment:
@@ -72,18 +80,14 @@ __device__ __forceinline__ void publish_query_max(Shared<S>& sm, const Query<S>&
   }
 }
 
-// Exponent field of the largest magnitude of a head, at least 15 so that both powers of two below are normal numbers. Q times
-// 2^(141 - exponent) has its largest element in [2^14, 2^15), which keeps every bf16 down to 2^-29 of it exact in f16.
+// Exponent field of the largest magnitude of a head.
 template <class S>
 __device__ __forceinline__ u32 query_exponent(const Shared<S>& sm, int head) {
   u32 largest = 0;
 #pragma unroll
   for (int slice = 0; slice < S::kSlices; ++slice) largest = max(largest, sm.query_max(slice)[head]);
-  return max(largest >> 23, 15u);
+  return half_exponent(largest);
 }
-
-__device__ __forceinline__ float query_factor(u32 exponent) { return __uint_as_float((268u - exponent) << 23); }
-__device__ __forceinline__ float query_inverse_factor(u32 exponent) { return __uint_as_float((exponent - 14u) << 23); }
 
 // fp8 only: Q from bf16 to scaled f16, in place.
 template <class S>
@@ -92,7 +96,7 @@ __device__ __forceinline__ void convert_query(const Shared<S>& sm, Query<S>& q, 
 #pragma unroll
   for (int n = 0; n < S::kHeadTiles; ++n) {
     const int head = 8 * place.head_tile(n) + lane / 4;
-    const float factor = query_factor(query_exponent(sm, head));
+    const float factor = half_factor(query_exponent(sm, head));
 #pragma unroll
     for (int k = 0; k < S::kDimTiles; ++k) {
 #pragma unroll

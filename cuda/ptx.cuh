@@ -133,6 +133,18 @@ __device__ __forceinline__ u32 pack_f16(float low, float high) {
 __device__ __forceinline__ float low_bf16(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_bf16(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
+__device__ __forceinline__ float low_f16(u32 pair) {
+  float number;
+  asm("{\n\t.reg .b16 l, h;\n\tmov.b32 {l, h}, %1;\n\tcvt.f32.f16 %0, l;\n\t}" : "=f"(number) : "r"(pair));
+  return number;
+}
+
+__device__ __forceinline__ float high_f16(u32 pair) {
+  float number;
+  asm("{\n\t.reg .b16 l, h;\n\tmov.b32 {l, h}, %1;\n\tcvt.f32.f16 %0, h;\n\t}" : "=f"(number) : "r"(pair));
+  return number;
+}
+
 // Four e4m3 bytes to four f16, exact: the two low bytes go to `low`, the two high bytes to `high`.
 __device__ __forceinline__ void unpack_e4m3(u32 bytes, u32& low, u32& high) {
 #if __CUDA_ARCH__ >= 890

@@ -5,7 +5,8 @@
 // partial sums over a slice, cross warps.
 //
 // Up to 16 heads two slices are enough for the registers, and a block is two pairs of warps, two streams that share nothing until
-// the end: each takes every other tile. With 32 heads there are four slices and one stream. More heads take several blocks.
+// the end: each takes every other tile. With 32 heads there are four slices and one stream. With 64, two groups of warps, each with
+// its 32 heads, share the tiles. More heads take several blocks. A head block is the heads of one group.
 //
 // A slice of a tile is cut once more, into pieces of 128 bytes a row. A piece is refilled as soon as its values have been read,
 // so that a block needs little more shared memory than the tile it works on.
@@ -30,9 +31,11 @@ struct Select<false, A, B> {
   using Type = B;
 };
 
-template <int Heads, bool Fp8, int Rows, int Ring>
+template <int Heads, bool Fp8, int Rows, int Ring, int Groups>
 struct Shape {
-  static constexpr int kHeads = Heads;
+  static constexpr int kHeads = Heads;    // of a group of warps
+  static constexpr int kGroups = Groups;  // that work on the same tiles
+  static constexpr bool kShared = Groups > 1;
   static constexpr bool kFp8 = Fp8;
   static constexpr int kRows = Rows;  // latent rows of a tile
   static constexpr int kRing = Ring;  // pieces of a slice in shared memory
@@ -41,7 +44,8 @@ struct Shape {
   static constexpr bool kReplicated = Heads <= 16;    // every warp of a stream finishes all scores; else each its head tile
   static constexpr int kSlices = kReplicated ? 2 : 4;
   static constexpr int kStreams = 4 / kSlices;
-  static constexpr int kWarps = kSlices * kStreams;
+  static constexpr int kGroupWarps = kSlices * kStreams;
+  static constexpr int kWarps = kGroups * kGroupWarps;
   static constexpr int kThreads = 32 * kWarps;
 
   static constexpr int kHeadTiles = Heads / 8;    // n8 tiles of the MMA
@@ -53,12 +57,13 @@ struct Shape {
   static constexpr int kPieceTiles = kDimTiles / kPieces;
   static constexpr int kPieceBytes = Rows * kPieceRowBytes;
   static constexpr int kQueryBytes = Heads * kSliceDims * 2;
-  static constexpr int kSliceRegion = kRing * kPieceBytes > kQueryBytes ? kRing * kPieceBytes : kQueryBytes;
+  static constexpr int kSliceQueries = kGroups * kQueryBytes;
+  static constexpr int kSliceRegion = kRing * kPieceBytes > kSliceQueries ? kRing * kPieceBytes : kSliceQueries;
 
   // Registers allow to hold the values of a whole tile: its pieces are refilled before the softmax, not after it.
   static constexpr bool kEarlyValues = Heads == 8 && kRowTiles * kDimTiles * (Fp8 ? 2 : 4) <= 64;
   // Dims whose values are loaded at once: as many as the registers allow beside the ones in use.
-  static constexpr int kStepTiles = kEarlyValues ? kPieceTiles : kPieceTiles / (Heads == 32 && Rows == 32 ? 4 : 2);
+  static constexpr int kStepTiles = kEarlyValues ? kPieceTiles : kPieceTiles / (Heads == 32 && Fp8 ? 4 : 2);
   // Whether the compiler is told that a warp's number is the same in all its lanes. Addresses then take uniform registers: 1 to
   // 2 % faster; with 32 heads in fp8 its schedule is 4 to 5 % slower.
   static constexpr bool kUniformWarp = Heads <= 16 || !Fp8;
@@ -72,6 +77,7 @@ struct Shape {
   static_assert(Heads == 8 || Heads == 16 || Heads == 32, "heads of a block");
   static_assert(kReplicated || kHeadTiles == kSlices, "the warp of slice i finishes head tile i");
   static_assert(kRing >= kPieces, "a whole tile");
+  static_assert(!kShared || (Groups == 2 && !kReplicated && !Fp8 && kRing == 2 * kPieces), "two groups take turns on two tiles");
   // An index is fetched kIndexTiles ahead, has arrived kTilesAhead tiles later, and is read as long before its turn, in a tile
   // ahead of its barrier.
   static_assert(kIndexTiles > 2 * kTilesAhead, "indices must arrive before the gather that uses them");
@@ -81,13 +87,13 @@ template <class S>
 struct Shared {
   // [slice of a stream][ring][row][chunk]; before the first tile it holds Q, after the last one outputs.
   alignas(256) u8 tiles[S::kStreams * S::kSlices][S::kSliceRegion];
-  // Partial scores in fragment order. Replicated: [buffer][stream][slice][...]; else [0][0][owner of the head tile][...].
-  float4 partial[S::kBuffers][S::kStreams][S::kSlices][S::kRowTiles][S::kPartialTiles][32];
+  // Partial scores in fragment order. Replicated: [0][buffer][stream][slice][...]; else [group][0][0][owner of the head tile][...].
+  float4 partial[S::kGroups][S::kBuffers][S::kStreams][S::kSlices][S::kRowTiles][S::kPartialTiles][32];
   // What the owner of a head tile decided: weights, matrices of 8 rows by 8 heads for ldmatrix, and whether its maxima rose.
-  alignas(16) u32 weights[S::kRowTiles][S::kReplicated ? 1 : S::kHeadTiles][2][S::kReplicated ? 4 : 32];
-  float rescale[S::kHeads];
-  float norm[S::kHeads];
-  alignas(16) int grown[4];
+  alignas(16) u32 weights[S::kGroups][S::kRowTiles][S::kReplicated ? 1 : S::kHeadTiles][2][S::kReplicated ? 4 : 32];
+  float rescale[S::kGroups][S::kHeads];
+  float norm[S::kGroups][S::kHeads];
+  alignas(16) int grown[S::kGroups][4];
   float2 sums[S::kStreams][S::kStreams > 1 ? S::kHeads : 1];  // maximum and sum of a stream's rows
   alignas(16) int ring[S::kStreams][S::kIndexTiles][S::kRows];  // indices of the coming tiles
   typename S::RowMask live[kMaxColumns / S::kRows + S::kStreams];  // bit per column: its index names a row; later per listed tile
@@ -95,7 +101,7 @@ struct Shared {
   int tiles_live;
   // What is needed once in a while, or after the last tile: registers are short in between.
   const int* indices;
-  int columns, token, head_block;
+  int columns, token, first_head_block;
   float kv_scale;
 
   // [slice][head], fp8 only: largest magnitude of Q, as the bits of a float. There are no scores yet.
@@ -108,12 +114,13 @@ struct Shared {
 // Which part of the block's work a warp does.
 template <class S>
 struct Place {
-  int warp, slice, stream;
+  int warp, slice, stream, group;
   __device__ __forceinline__ Place() {
     warp = threadIdx.x / 32;
     if constexpr (S::kUniformWarp) warp = __shfl_sync(kFullWarp, warp, 0);
     slice = warp % S::kSlices;
     stream = S::kStreams > 1 ? warp / S::kSlices : 0;
+    group = S::kGroups > 1 ? warp / S::kGroupWarps : 0;
   }
   // The n8 tile of the heads that this warp's head tile n is. Where each warp finishes one of them, that is its tile 0.
   __device__ __forceinline__ int head_tile(int n) const { return S::kReplicated ? n : (n + slice) % S::kHeadTiles; }

@@ -64,7 +64,7 @@ __device__ __forceinline__ void publish_scores(Shared<S>& sm, const Scores<S>& s
   for (int r = 0; r < S::kRowTiles; ++r) {
 #pragma unroll
     for (int n = 0; n < S::kHeadTiles; ++n) {
-      sm.partial[buffer][place.stream][place.slice][r][n][lane] = make_float4(s[r][n][0], s[r][n][1], s[r][n][2], s[r][n][3]);
+      sm.partial[0][buffer][place.stream][place.slice][r][n][lane] = make_float4(s[r][n][0], s[r][n][1], s[r][n][2], s[r][n][3]);
     }
   }
 }
@@ -77,7 +77,7 @@ __device__ __forceinline__ void add_partner(Scores<S>& s, const Shared<S>& sm, i
 #pragma unroll
   for (int r = 0; r < S::kRowTiles; ++r) {
 #pragma unroll
-    for (int n = 0; n < S::kHeadTiles; ++n) add_fragment(s[r][n], sm.partial[buffer][place.stream][1 - place.slice][r][n][lane]);
+    for (int n = 0; n < S::kHeadTiles; ++n) add_fragment(s[r][n], sm.partial[0][buffer][place.stream][1 - place.slice][r][n][lane]);
   }
 }
 
@@ -87,7 +87,7 @@ __device__ __forceinline__ void deal_scores(Shared<S>& sm, const float (&s)[S::k
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 1; n < S::kHeadTiles; ++n) {
-    sm.partial[0][0][place.head_tile(n)][r][n - 1][lane] = make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
+    sm.partial[place.group][0][0][place.head_tile(n)][r][n - 1][lane] = make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
   }
 }
 
@@ -98,7 +98,7 @@ __device__ __forceinline__ void add_dealt(float (&s)[S::kRowTiles][1][4], const 
 #pragma unroll
   for (int r = 0; r < S::kRowTiles; ++r) {
 #pragma unroll
-    for (int i = 0; i < S::kPartialTiles; ++i) add_fragment(s[r][0], sm.partial[0][0][place.slice][r][i][lane]);
+    for (int i = 0; i < S::kPartialTiles; ++i) add_fragment(s[r][0], sm.partial[place.group][0][0][place.slice][r][i][lane]);
   }
 }
 
@@ -209,13 +209,13 @@ __device__ __forceinline__ void weigh_all(const Scores<S>& s, const float (&scal
 }
 
 template <class S>
-__device__ __forceinline__ void leave_weights(Shared<S>& sm, const float (&w)[S::kRowTiles][1][4], int slice) {
+__device__ __forceinline__ void leave_weights(Shared<S>& sm, const float (&w)[S::kRowTiles][1][4], const Place<S>& place) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < S::kRowTiles; ++r) {
     const uint2 pair = pack_weights<S>(w[r][0]);
-    sm.weights[r][slice][0][lane] = pair.x;
-    sm.weights[r][slice][1][lane] = pair.y;
+    sm.weights[place.group][r][place.slice][0][lane] = pair.x;
+    sm.weights[place.group][r][place.slice][1][lane] = pair.y;
   }
 }
 
@@ -227,28 +227,28 @@ __device__ __forceinline__ void weigh_own(Shared<S>& sm, const float (&s)[S::kRo
   const int lane = threadIdx.x % 32;
   float w[S::kRowTiles][1][4];
   const float largest = exponentiate(w, running, scale, s, live);
-  leave_weights(sm, w, place.slice);
+  leave_weights(sm, w, place);
   const bool grown = __any_sync(kFullWarp, largest > limit);
   if (grown) {
     float factor[1][2];
     raise_maxima(running, scale, s, live, factor);
     if (lane < 4) {
-      float* rescale = &sm.rescale[8 * place.slice + 2 * lane];
+      float* rescale = &sm.rescale[place.group][8 * place.slice + 2 * lane];
       rescale[0] = factor[0][0];
       rescale[1] = factor[0][1];
     }
     exponentiate(w, running, scale, s, live);
-    leave_weights(sm, w, place.slice);
+    leave_weights(sm, w, place);
   }
-  if (lane == 0) sm.grown[place.slice] = grown;
+  if (lane == 0) sm.grown[place.group][place.slice] = grown;
 #pragma unroll
   for (int r = 0; r < S::kRowTiles; ++r) add_weights(running, 0, w[r][0]);
 }
 
 // The weights that the owners left, after a barrier; transposed on the way.
 template <class S>
-__device__ __forceinline__ void collect_weights(const Shared<S>& sm, Weights<S>& p) {
-  const u32 matrices = shared_address(sm.weights) + 16 * (threadIdx.x % 32);
+__device__ __forceinline__ void collect_weights(const Shared<S>& sm, Weights<S>& p, const Place<S>& place) {
+  const u32 matrices = shared_address(sm.weights[place.group]) + 16 * (threadIdx.x % 32);
 #pragma unroll
   for (int r = 0; r < S::kRowTiles; ++r) {
 #pragma unroll
@@ -265,14 +265,14 @@ __device__ __forceinline__ void collect_weights(const Shared<S>& sm, Weights<S>&
 
 // Owners that have raised their maxima have left the factors for what has been summed so far.
 template <class S>
-__device__ __forceinline__ void follow_maxima(const Shared<S>& sm, Output<S>& o) {
-  const int4 flags = *reinterpret_cast<const int4*>(sm.grown);
+__device__ __forceinline__ void follow_maxima(const Shared<S>& sm, Output<S>& o, const Place<S>& place) {
+  const int4 flags = *reinterpret_cast<const int4*>(sm.grown[place.group]);
   const int grown[4] = {flags.x, flags.y, flags.z, flags.w};
   if ((flags.x | flags.y | flags.z | flags.w) == 0) return;
 #pragma unroll
   for (int n = 0; n < S::kHeadTiles; ++n) {
     if (grown[n]) {
-      const float* rescale = &sm.rescale[8 * n + 2 * (threadIdx.x % 4)];
+      const float* rescale = &sm.rescale[place.group][8 * n + 2 * (threadIdx.x % 4)];
       rescale_output<S>(o, n, rescale[0], rescale[1]);
     }
   }

@@ -1,9 +1,9 @@
-// Sparse MLA attention without rope: one block works on one token, one block of heads and one range of index columns (a split).
+// Sparse MLA attention without rope: one block works on one token, one or two head blocks and one range of index columns (a split).
 //
 //     s[k] = scale * dot(q[t, h, :], kv[idx[t, k], :])     out[t, h, :] = sum_k softmax(s)[k] * kv[idx[t, k], :]
 //
 // Entry points are added by SPARSE_MLA_VARIANT, one per compiled program, with C linkage so that they are found by name.
-#include "softmax.cuh"
+#include "partial.cuh"
 
 struct SparseMla {
   const u8* q;            // [tokens, heads, 512] bf16; strides in bytes, multiples of 16
@@ -25,40 +25,66 @@ struct SparseMla {
   i64 out_head_stride;
   float* lse;             // [tokens, heads] or null
   i64 lse_stride;         // elements
-  // With more than one split: [token, split, head block] of output fragments and of (maximum, sum) per head.
-  float4* partial_output;
+  uint4* partial_outputs;  // with more than one split, as partial.cuh has it
   float2* partial_sums;
 };
 
-// Writes this warp's quarter of the outcome: either final rows, or fragments for the merge. `norm` is 1 / sum, or 0 for an
-// empty row.
+// Writes this warp's quarter of the outcome as final rows. `norm` is 1 / sum, or 0 for an empty row.
 template <class S>
-__device__ __forceinline__ void write_quarter(u8* stage, const SparseMla& a, const Quarter<S>& o, float (&norm)[S::kHeadTiles][2],
+__device__ __forceinline__ void write_rows(u8* stage, const SparseMla& a, const Quarter<S>& o, float (&norm)[S::kHeadTiles][2],
+                                           float kv_scale, int token, int head_block, int quarter) {
+#pragma unroll
+  for (int n = 0; n < S::kHeadTiles; ++n) {
+    norm[n][0] *= kv_scale;
+    norm[n][1] *= kv_scale;
+  }
+  stage_output<S>(stage, o, norm);
+  __syncwarp();
+  const int first_head = head_block * S::kHeads;
+  u8* out = a.out + token * a.out_token_stride + first_head * a.out_head_stride + quarter * kQuarterDims * 2;
+  store_output<S>(stage, out, a.out_head_stride, a.heads - first_head);
+}
+
+// This block among all blocks of partial results.
+__device__ __forceinline__ i64 partial_block(const SparseMla& a, int token, int head_block) {
+  return (static_cast<i64>(token) * gridDim.y + blockIdx.y) * a.head_blocks + head_block;
+}
+
+// Leaves this warp's quarter of the outcome to the merge.
+template <class S>
+__device__ __forceinline__ void leave_quarter(const SparseMla& a, const Quarter<S>& o, const float (&norm)[S::kHeadTiles][2],
                                               float kv_scale, int token, int head_block, int quarter) {
   const int lane = threadIdx.x % 32;
-  const int first_head = head_block * S::kHeads;
-  if (gridDim.y == 1) {
+  float largest = 0.0f;
 #pragma unroll
-    for (int n = 0; n < S::kHeadTiles; ++n) {
-      norm[n][0] *= kv_scale;
-      norm[n][1] *= kv_scale;
+  for (int n = 0; n < S::kHeadTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float of_head = 0.0f;
+#pragma unroll
+      for (int d = 0; d < kQuarterTiles; ++d) of_head = fmaxf(of_head, fmaxf(fabsf(o[d][n][i]), fabsf(o[d][n][i + 2])));
+      largest = fmaxf(largest, of_head * norm[n][i]);
     }
-    stage_output<S>(stage, o, norm);
-    __syncwarp();
-    u8* out = a.out + token * a.out_token_stride + first_head * a.out_head_stride + quarter * kQuarterDims * 2;
-    store_output<S>(stage, out, a.out_head_stride, a.heads - first_head);
-    return;
   }
-  const i64 block = (static_cast<i64>(token) * gridDim.y + blockIdx.y) * a.head_blocks + head_block;
-  constexpr int kFragments = kQuarterTiles * S::kHeadTiles * 32;
-  float4* partial = a.partial_output + (block * kQuarters + quarter) * kFragments + lane;
 #pragma unroll
-  for (int d = 0; d < kQuarterTiles; ++d) {
+  for (int lanes = 1; lanes < 32; lanes *= 2) largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, lanes));
+  const u32 exponent = half_exponent(__float_as_uint(largest));
+  const float factor = half_factor(exponent);
+  const i64 block = partial_block(a, token, head_block);
+  uint4* outputs = a.partial_outputs + block * outputs_of_block(S::kHeads) + quarter * (kQuarterTiles / 2 * S::kHeadTiles * 32) + lane;
 #pragma unroll
-    for (int n = 0; n < S::kHeadTiles; ++n) {
-      partial[(d * S::kHeadTiles + n) * 32] =
-          make_float4(o[d][n][0] * kv_scale, o[d][n][1] * kv_scale, o[d][n][2] * kv_scale, o[d][n][3] * kv_scale);
+  for (int n = 0; n < S::kHeadTiles; ++n) {
+    const float first = norm[n][0] * factor, second = norm[n][1] * factor;
+#pragma unroll
+    for (int d = 0; d < kQuarterTiles; d += 2) {
+      outputs[(d / 2 * S::kHeadTiles + n) * 32] =
+          make_uint4(pack_f16(o[d][n][0] * first, o[d][n][1] * second), pack_f16(o[d][n][2] * first, o[d][n][3] * second),
+                     pack_f16(o[d + 1][n][0] * first, o[d + 1][n][1] * second), pack_f16(o[d + 1][n][2] * first, o[d + 1][n][3] * second));
     }
+  }
+  if (lane == 0) {
+    float2* sums = a.partial_sums + block * sums_of_block(S::kHeads) + S::kHeads;
+    reinterpret_cast<float*>(sums)[quarter] = half_inverse_factor(exponent) * kv_scale;
   }
 }
 
@@ -67,8 +93,7 @@ template <class S>
 __device__ __forceinline__ void write_sums(const SparseMla& a, int token, int head_block, int head, float maximum, float sum) {
   const int row = head_block * S::kHeads + head;
   if (gridDim.y > 1) {
-    const i64 block = (static_cast<i64>(token) * gridDim.y + blockIdx.y) * a.head_blocks + head_block;
-    a.partial_sums[block * S::kHeads + head] = make_float2(maximum, sum);
+    a.partial_sums[partial_block(a, token, head_block) * sums_of_block(S::kHeads) + head] = make_float2(maximum, sum);
   } else if (a.lse != nullptr && row < a.heads) {
     a.lse[token * a.lse_stride + row] = natural_lse(maximum, sum);
   }
@@ -155,18 +180,20 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
   const int lane = threadIdx.x % 32;
   const Place<S> place;
   const int warp = place.warp, slice = place.slice, stream = place.stream;
-  const int token = blockIdx.x / a.head_blocks, head_block = blockIdx.x % a.head_blocks;
+  const int token_blocks = a.head_blocks / S::kGroups;
+  const int token = blockIdx.x / token_blocks, head_block = blockIdx.x % token_blocks * S::kGroups + place.group;
   const int first_head = head_block * S::kHeads;
   const int first_column = blockIdx.y * a.split_columns;
   if (gridDim.y > 1) launch_dependents();  // the merge: its blocks wait wherever this kernel leaves room
   const int columns = max(0, min(a.columns - first_column, a.split_columns));
   const int* idx = a.indices + token * a.index_stride + first_column;
   u8* region = sm.tiles[stream * S::kSlices + slice];
+  u8* stage = region + place.group * S::kQueryBytes;
 
   // Q and the index columns are fetched together: two latencies in one. The few columns of a split are the work of one warp, and
   // nobody waits for it before Q has come too.
   const bool few = columns <= kAheadColumns;
-  stage_query<S>(region, a.q + token * a.q_token_stride + first_head * a.q_head_stride + slice * S::kSliceDims * 2, a.q_head_stride,
+  stage_query<S>(stage, a.q + token * a.q_token_stride + first_head * a.q_head_stride + slice * S::kSliceDims * 2, a.q_head_stride,
                  a.heads - first_head);
   if (!few) {
     scan_columns(sm, idx, columns, a.rows);
@@ -178,13 +205,13 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
     sm.indices = idx;
     sm.columns = columns;
     sm.token = token;
-    sm.head_block = head_block;
+    sm.first_head_block = head_block;
     sm.kv_scale = kv_scale;
   }
   wait_copies<0>();
   __syncwarp();
   Query<S> q;
-  load_query<S>(q, region, place);
+  load_query<S>(q, stage, place);
   if constexpr (S::kFp8) publish_query_max(sm, q, place);
   __syncthreads();
   if (!few && warp == 0) list_live_tiles(sm, columns);
@@ -198,24 +225,28 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
       // The product with kv_scale, 1 for bf16, keeps the scale in a register: a bare parameter that is used under a condition
       // is loaded from the constant bank at every use.
       scale[n][i] = a.scale * kv_scale;
-      if constexpr (S::kFp8) scale[n][i] *= query_inverse_factor(query_exponent(sm, own_head + 8 * n + i));
+      if constexpr (S::kFp8) scale[n][i] *= half_inverse_factor(query_exponent(sm, own_head + 8 * n + i));
     }
   }
   if constexpr (S::kFp8) convert_query(sm, q, place);
   // 32 heads in fp8 are a few registers short: the two factors of an owner lie where its norms will be.
   constexpr bool kScarce = S::kFp8 && S::kHeads == 32;
   if constexpr (kScarce) {
-    if (lane < 4) *reinterpret_cast<float2*>(&sm.norm[own_head]) = make_float2(scale[0][0], scale[0][1]);
+    if (lane < 4) *reinterpret_cast<float2*>(&sm.norm[place.group][own_head]) = make_float2(scale[0][0], scale[0][1]);
   }
   const auto load_scale = [&] {
     if constexpr (kScarce) {
-      const float2 stored = *reinterpret_cast<const float2*>(&sm.norm[own_head]);
+      const float2 stored = *reinterpret_cast<const float2*>(&sm.norm[place.group][own_head]);
       scale[0][0] = stored.x;
       scale[0][1] = stored.y;
     }
   };
   __syncthreads();
   const int listed = sm.tiles_live;
+  if (listed == 0 && gridDim.y > 1) {  // nothing to leave but that
+    if (warp % S::kGroupWarps == 0 && lane < S::kHeads) write_sums<S>(a, sm.token, sm.first_head_block + place.group, lane, kLowest, 0.0f);
+    return;
+  }
   if (!few) {
     fill_ring(sm, idx, columns, listed);
     __syncthreads();
@@ -229,22 +260,40 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
   Running<kOwnTiles> running;
   running.start();
 
-  // A slice is gathered, read and refilled by its warp alone, piece by piece.
+  // A slice is gathered, read and refilled by its warp alone, piece by piece; by two warps where two groups share the tiles.
   const u32 ring = shared_address(region);
   u32 keys = ring + keys_lane(), values_of_bf16 = ring + values_lane();
   Source source = {a.kv + slice * S::kPieces * kPieceRowBytes + 16 * (lane % 8), a.kv_stride, static_cast<u32>(a.rows),
                    ring + swizzled(lane / 8, lane % 8, kPieceRowBytes)};
   keep(keys);
-  if constexpr (!S::kFp8) keep(values_of_bf16);
+  if constexpr (!S::kFp8 && !S::kShared) keep(values_of_bf16);  // two groups have no registers for this one and the target
   const u32& values = S::kFp8 ? keys : values_of_bf16;  // the lanes' rows of e4m3 are the same for K and V
   keep(source.base);
-  if constexpr (!kScarce) keep(source.target);
+  if constexpr (!kScarce && !S::kShared) keep(source.target);
+  // Two groups share the tiles, half a tile apart: one multiplies while the other exchanges scores. They meet when the first one has
+  // read a tile and the second one has its scores of it, and the next tile is there. The second one gathers: it reads last.
+  const bool gathers = !S::kShared || place.group == 1;
+  const auto group_barrier = [&] {
+    if constexpr (S::kShared) named_barrier<128>(1 + place.group);
+    else __syncthreads();
+  };
+  const auto meet = [&] { named_barrier<S::kThreads>(1 + S::kGroups); };
+  const auto bring = [&](int t) {  // the second group: tile `t` is there, and the first one has read the tile before
+    if (S::kShared && gathers) {
+      wait_copies<0>();
+      __syncwarp();
+      if (t < tiles) meet();
+    }
+  };
   TileRows<S> next;
+  if (gathers) {
 #pragma unroll
-  for (int piece = 0; piece < S::kRing; ++piece) {
-    if (piece % S::kPieces == 0) next.read(sm, place, piece / S::kPieces);
-    gather_piece<S>(source, piece * S::kPieceBytes, piece % S::kPieces, next);
+    for (int piece = 0; piece < S::kRing; ++piece) {
+      if (piece % S::kPieces == 0) next.read(sm, place, piece / S::kPieces);
+      gather_piece<S>(source, piece * S::kPieceBytes, piece % S::kPieces, next);
+    }
   }
+  bring(0);
   int first = 0;  // place in the ring of the tile's first piece
   // The piece kRing pieces after piece `piece` of tile `t` takes the place of that one.
   const auto read_next = [&](int t, int piece) {
@@ -256,7 +305,7 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
   };
   const auto prefetch = [&](int t) {
     constexpr int kTilesPerFetch = 32 / S::kRows;
-    const bool mine = t / kTilesPerFetch % S::kSlices == slice;
+    const bool mine = gathers && t / kTilesPerFetch % S::kSlices == slice;
     // Past the last tile as far as gathers look ahead: what stands in the ring there is old.
     const bool wanted = t + S::kIndexTiles < tiles + S::kTilesAhead;
     if (t % kTilesPerFetch == 0 && mine && wanted) prefetch_indices(sm, stream, t + S::kIndexTiles, tiles);
@@ -315,7 +364,8 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
         weigh_all<S>(s, scale, live, limit, running, o, p);
       }
     } else {
-      wait_piece<S>(S::kPieces - 1);
+      if constexpr (!S::kShared) wait_piece<S>(S::kPieces - 1);
+      else if (!gathers) meet();
       float own[S::kRowTiles][1][4];
 #pragma unroll
       for (int r = 0; r < S::kRowTiles; ++r) {
@@ -328,13 +378,14 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) own[r][0][i] = s[0][i];
       }
-      __syncthreads();
+      bring(t + 1);
+      group_barrier();
       add_dealt<S>(own, sm, place);
       load_scale();
       weigh_own<S>(sm, own, place, scale, live, limit, running);
-      read_next(t, 0);
-      __syncthreads();
-      collect_weights<S>(sm, p);
+      if (gathers) read_next(t, 0);
+      group_barrier();
+      collect_weights<S>(sm, p, place);
     }
     if constexpr (!S::kEarlyValues) {
       // Values are loaded one step ahead of their products. Steps go through the row tiles of some dims, then through the dims.
@@ -345,18 +396,23 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
         load_values<S>(v[step % 2], step % S::kRowTiles, values, piece_offset<S>(first, step / kPieceSteps), within);
       };
       load_step(0);
-      if constexpr (!S::kReplicated) follow_maxima<S>(sm, o);
+      if constexpr (!S::kReplicated) follow_maxima<S>(sm, o, place);
       prefetch(t);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         if (step + 1 < kSteps) load_step(step + 1);
-        if (step % kPieceSteps == kPieceSteps - 1) {
+        if (!S::kShared && step % kPieceSteps == kPieceSteps - 1) {
           const int piece = step / kPieceSteps;
           __syncwarp();  // the warp has read the piece that is filled again
           if (piece > 0) read_next(t, piece);
           gather_next(first, piece);
         }
         multiply_values<S>(o, p, step % S::kRowTiles, v[step % 2], step / S::kRowTiles * S::kStepTiles);
+      }
+      if (S::kShared && gathers && t + 2 < tiles) {  // between the products copies would hold those up: 20 % slower
+        __syncwarp();
+#pragma unroll
+        for (int piece = 0; piece < S::kPieces; ++piece) gather_next(first, piece);
       }
     }
     first += first + S::kPieces < S::kRing ? S::kPieces : S::kPieces - S::kRing;
@@ -381,40 +437,45 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
     }
   }
   const bool writes_sums = (!S::kReplicated || warp == 0) && lane < 4;
+  const int own_head_block = sm.first_head_block + place.group;
 #pragma unroll
   for (int n = 0; n < kOwnTiles; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float inverse = running.sum[n][i] == 0.0f ? 0.0f : 1.0f / running.sum[n][i];
-      if (writes_sums) write_sums<S>(a, sm.token, sm.head_block, own_head + 8 * n + i, running.maximum[n][i], running.sum[n][i]);
+      if (writes_sums) write_sums<S>(a, sm.token, own_head_block, own_head + 8 * n + i, running.maximum[n][i], running.sum[n][i]);
       if constexpr (S::kReplicated) {
         norm[n][i] = inverse;
       } else if (lane < 4) {
-        sm.norm[own_head + i] = inverse;
+        sm.norm[place.group][own_head + i] = inverse;
       }
     }
   }
   if constexpr (!S::kReplicated) {
-    __syncthreads();
+    __syncthreads();  // also for the tiles: another group may still read what the staging of rows overwrites
 #pragma unroll
     for (int n = 0; n < S::kHeadTiles; ++n) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) norm[n][i] = sm.norm[8 * n + 2 * (lane % 4) + i];
+      for (int i = 0; i < 2; ++i) norm[n][i] = sm.norm[place.group][8 * n + 2 * (lane % 4) + i];
     }
   }
   const int quarter = S::kStreams > 1 ? slice * S::kStreams + stream : slice;
-  write_quarter<S>(region, a, outcome, norm, sm.kv_scale, sm.token, sm.head_block, quarter);
+  if (gridDim.y == 1) {
+    write_rows<S>(stage, a, outcome, norm, sm.kv_scale, sm.token, own_head_block, quarter);
+  } else {
+    leave_quarter<S>(a, outcome, norm, sm.kv_scale, sm.token, own_head_block, quarter);
+  }
 }
 
-#define SPARSE_MLA_VARIANT(name, heads, fp8, tile_rows, ring, blocks, bytes)                                                   \
-  static_assert(sizeof(Shared<Shape<heads, fp8, tile_rows, ring>>) == bytes, "shared memory that the launcher asks for");      \
-  extern "C" __global__ void __launch_bounds__(Shape<heads, fp8, tile_rows, ring>::kThreads, blocks) name(                     \
-      const u8* q, i64 q_token_stride, i64 q_head_stride, const u8* kv, u32 kv_stride, int rows, const int* indices,            \
-      i64 index_stride, int columns, int split_columns, int real_heads, int head_blocks, float scale, const float* kv_scale,    \
-      u8* out, i64 out_token_stride, i64 out_head_stride, float* lse, i64 lse_stride, float4* partial_output,                   \
-      float2* partial_sums) {                                                                                                   \
-    sparse_mla<Shape<heads, fp8, tile_rows, ring>>(SparseMla{q, q_token_stride, q_head_stride, kv, kv_stride, rows, indices,   \
-                                                              index_stride, columns, split_columns, real_heads, head_blocks,    \
-                                                              scale, kv_scale, out, out_token_stride, out_head_stride, lse,     \
-                                                              lse_stride, partial_output, partial_sums});                       \
+#define SPARSE_MLA_VARIANT(name, heads, fp8, tile_rows, ring, groups, blocks, bytes)                                          \
+  using Shape_##name = Shape<heads, fp8, tile_rows, ring, groups>;                                                            \
+  static_assert(sizeof(Shared<Shape_##name>) == bytes, "shared memory that the launcher asks for");                           \
+  extern "C" __global__ void __launch_bounds__(Shape_##name::kThreads, blocks) name(                                          \
+      const u8* q, i64 q_token_stride, i64 q_head_stride, const u8* kv, u32 kv_stride, int rows, const int* indices,          \
+      i64 index_stride, int columns, int split_columns, int real_heads, int head_blocks, float scale, const float* kv_scale,  \
+      u8* out, i64 out_token_stride, i64 out_head_stride, float* lse, i64 lse_stride, uint4* partial_outputs,                 \
+      float2* partial_sums) {                                                                                                 \
+    sparse_mla<Shape_##name>(SparseMla{q, q_token_stride, q_head_stride, kv, kv_stride, rows, indices, index_stride, columns, \
+                                       split_columns, real_heads, head_blocks, scale, kv_scale, out, out_token_stride,        \
+                                       out_head_stride, lse, lse_stride, partial_outputs, partial_sums});                     \
   }

@@ -59,9 +59,9 @@ class Projection:
 
 
 def shared_bytes_a_tile(variant: Variant) -> int:
-    """Bytes of shared memory for one tile: written once, read as K and as V, and the exchange."""
+    """Bytes of shared memory for one tile: written once, read as K and as V by each group, and the exchange."""
     row = LATENT * (1 if variant.kv_dtype == "fp8" else 2)
-    tile = variant.tile_rows * row * 3
+    tile = variant.tile_rows * row * (1 + 2 * variant.groups)
     fragments = variant.tile_rows * variant.heads * 4  # partial scores of one slice, fp32
     if variant.slices == 2:
         return tile + 2 * fragments * 2  # each warp writes its own and reads the other's
@@ -73,7 +73,7 @@ def shared_bytes_a_tile(variant: Variant) -> int:
 def served_by(heads: int, kv_dtype: str) -> tuple[Variant, int]:
     """The variant of such a prefill, and how many blocks of it share a token's heads."""
     cut = plan(heads, kv_dtype, TOKENS, COLUMNS, H200_SMS)
-    return cut.variant, cut.head_blocks
+    return cut.variant, cut.grid(1)[0]
 
 
 def project(part: Part, heads: int, kv_dtype: str, row: Row, instructions: int) -> Projection:
@@ -84,7 +84,7 @@ def project(part: Part, heads: int, kv_dtype: str, row: Row, instructions: int) 
     bounds = {
         "tensor cores": 4 * LATENT * COLUMNS * heads * TOKENS / part.tflops / 1e9,
         "shared memory": tiles * shared_bytes_a_tile(variant) / SHARED_BYTES_A_CLOCK / sm_clocks_a_ms,
-        "issue": tiles * variant.slices * instructions / ISSUED_A_CLOCK / sm_clocks_a_ms,
+        "issue": tiles * variant.slices * variant.groups * instructions / ISSUED_A_CLOCK / sm_clocks_a_ms,
         "L2": blocks * TOKENS * COLUMNS * LATENT * (1 if kv_dtype == "fp8" else 2) / part.l2_tbps / 1e9,
     }
     rest = (row["us"] - row["multiply_us"]) / 1e3 * H200_SMS * H200_CLOCK_GHZ / (part.sms * part.clock_ghz)

@@ -16,7 +16,7 @@ from overlay.kernel.variants import LATENT, Variant
 
 def products(variant: Variant) -> int:
     """MMAs of one warp for one tile: scores and values over its slice, for its heads."""
-    dim_tiles, head_tiles = LATENT // variant.slices // 16, variant.heads // 8
+    dim_tiles, head_tiles = LATENT // variant.slices // 16, variant.group_heads // 8
     return 2 * dim_tiles * head_tiles * (variant.tile_rows // 16)
 
 

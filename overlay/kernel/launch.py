@@ -112,13 +112,13 @@ class SparseMLA:
         variant = plan.variant
         contract.check_workspace(workspace, self.device, plan.partial_bytes(tokens))
         split = plan.splits > 1
-        partial_output = workspace.data_ptr() if split else 0
-        partial_sums = partial_output + plan.output_bytes(tokens) if split else 0
+        partial_outputs = workspace.data_ptr() if split else 0
+        partial_sums = partial_outputs + plan.output_bytes(tokens) if split else 0
         out_pointer, out_strides = out.data_ptr(), (out.stride(0) * 2, out.stride(1) * 2)
         lse_pointer, lse_stride = (0, 0) if lse is None else (lse.data_ptr(), lse.stride(0))
         stream = cupy_stream(torch.cuda.current_stream(self.device).cuda_stream)
         self._functions[variant](
-            (tokens * plan.head_blocks, plan.splits),
+            plan.grid(tokens),
             (variant.threads,),
             (
                 q.data_ptr(),
@@ -139,7 +139,7 @@ class SparseMLA:
                 *out_strides,
                 lse_pointer,
                 lse_stride,
-                partial_output,
+                partial_outputs,
                 partial_sums,
             ),
             shared_mem=self.shared_bytes[variant],
@@ -151,11 +151,12 @@ class SparseMLA:
             plan.merge_grid(tokens),
             (32 * MERGE_WARPS,),
             (
-                partial_output,
+                partial_outputs,
                 partial_sums,
                 np.int32(plan.splits),
                 np.int32(plan.sharers),
-                np.int32(variant.heads),
+                np.int32(plan.units),
+                np.int32(variant.group_heads),
                 np.int32(self.num_heads),
                 np.int32(plan.head_blocks),
                 np.int32(self.kv_dtype == "fp8"),

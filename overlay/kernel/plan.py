@@ -12,7 +12,8 @@ from overlay.kernel.variants import LATENT, MAX_SPLITS, Variant, variants_for
 
 MAX_WAVES = 3  # splits never launch more than this many times what the GPU holds at once
 MERGE_WARPS = 4  # of a block of the merge
-FRAGMENTS = LATENT // 16  # of a head tile: what a warp of the merge joins
+MERGE_IN_FLIGHT = 8  # splits times units that a warp of the merge asks for at once
+UNITS = LATENT // 32  # of a head tile: what a warp of the merge joins
 
 
 class Cost(NamedTuple):
@@ -38,25 +39,26 @@ class Model(NamedTuple):
     merge_head: float
 
 
-# Fitted to 948 launches on an H200: 8 to 64 heads, 1 to 256 tokens of 2048 columns, every variant and split count. Of
-# the 72 shapes 64 get the fastest launch that was measured, the others one that is at most 4.2 % slower. Beyond those
-# shapes it extrapolates. Only ratios matter, so the choice holds for other parts as far as their multiprocessors are
-# alike: `python -m overlay bench --tune` measures and fits it anew.
+# Fitted to 982 launches on an H200 by `python -m overlay bench --tune`: 8 to 64 heads, 1 to 256 tokens of 2048 columns,
+# every variant and split count. Of the 72 shapes 68 get the fastest launch that was measured, three one that is up to
+# 0.8 % slower and one, 16 heads at 8 tokens, 4.8 %. Beyond those shapes it extrapolates. Only ratios matter, so the
+# choice holds for other parts as far as their multiprocessors are alike.
 MODEL = Model(
     blocks={
-        "sparse_mla_h8_bf16": Cost(1.82, 0.0235, 0.524),
-        "sparse_mla_h16_bf16": Cost(2.74, 0.0281, 0.406),
-        "sparse_mla_h32_bf16": Cost(2.31, 0.0434, 0.297),
-        "sparse_mla_h8_bf16_deep": Cost(2.92, 0.0189, 0.988),
-        "sparse_mla_h16_bf16_deep": Cost(3.47, 0.0223, 0.594),
-        "sparse_mla_h8_fp8": Cost(1.97, 0.0160, 0.477),
-        "sparse_mla_h16_fp8": Cost(2.85, 0.0240, 0.311),
-        "sparse_mla_h32_fp8": Cost(1.27, 0.0356, 0.403),
+        "sparse_mla_h8_bf16": Cost(1.72, 0.0247, 0.489),
+        "sparse_mla_h16_bf16": Cost(2.5, 0.0326, 0.275),
+        "sparse_mla_h32_bf16": Cost(2.64, 0.0411, 0.251),
+        "sparse_mla_h64_bf16": Cost(3.05, 0.0505, 0.502),
+        "sparse_mla_h8_bf16_deep": Cost(3.09, 0.0186, 2.61),
+        "sparse_mla_h16_bf16_deep": Cost(3.93, 0.0214, 0.141),
+        "sparse_mla_h8_fp8": Cost(2.06, 0.0155, 0.433),
+        "sparse_mla_h16_fp8": Cost(3.18, 0.0232, 0.263),
+        "sparse_mla_h32_fp8": Cost(1.73, 0.0348, 0.359),
     },
-    split_head=0.0579,
-    merge=1.95,
-    merge_split=0.0154,
-    merge_head=0.000897,
+    split_head=0.0302,
+    merge=0.318,
+    merge_split=0.00741,
+    merge_head=0.000621,
 )
 
 
@@ -65,24 +67,34 @@ class Plan:
     """The launch of one call."""
 
     variant: Variant
-    head_blocks: int
+    head_blocks: int  # of a token, each the work of one group of warps
     splits: int
     split_columns: int  # index columns of a split; the last one may have fewer
-    sharers: int  # warps of the merge that share the splits of a fragment
+    sharers: int  # warps of the merge that share the splits of a unit
+    units: int  # that a warp of the merge joins at once
+
+    def grid(self, tokens: int) -> tuple[int, int]:
+        """Blocks of all tokens, and splits."""
+        return tokens * self.head_blocks // self.variant.groups, self.splits
 
     def partial_bytes(self, tokens: int) -> int:
-        """Workspace of this plan: nothing without a split, else `output_bytes` and a maximum and a sum per head."""
+        """Workspace of this plan, as cuda/partial.cuh has it: nothing without a split.
+
+        Else `output_bytes`, and for each block a maximum and a sum per head and a factor for each quarter of the dims.
+        """
         if self.splits == 1:
             return 0
-        return self.output_bytes(tokens) + tokens * self.splits * self.head_blocks * self.variant.heads * 8
+        sums = self.variant.group_heads * 8 + 16
+        return self.output_bytes(tokens) + tokens * self.splits * self.head_blocks * sums
 
     def output_bytes(self, tokens: int) -> int:
-        """Partial outputs, fp32, at the start of the workspace; the sums follow."""
-        return tokens * self.splits * self.head_blocks * self.variant.heads * LATENT * 4
+        """Partial outputs, f16, at the start of the workspace; the sums follow."""
+        return tokens * self.splits * self.head_blocks * self.variant.group_heads * LATENT * 2
 
     def merge_grid(self, tokens: int) -> tuple[int, int]:
-        """Head tiles, and groups of the fragments of one."""
-        return tokens * self.head_blocks * self.variant.heads // 8, FRAGMENTS * self.sharers // MERGE_WARPS
+        """Head tiles, and groups of the units of one."""
+        groups = UNITS * self.sharers // (MERGE_WARPS * self.units)
+        return tokens * self.head_blocks * self.variant.group_heads // 8, groups
 
 
 @lru_cache(maxsize=4096)
@@ -108,13 +120,13 @@ def plan(
     if splits is not None and not 1 <= splits <= MAX_SPLITS:
         raise ValueError(f"{splits} splits: 1 to {MAX_SPLITS} are possible")
     variant, splits = choose(serving if variant is None else (variant,), num_heads, tokens, columns, sm_count, splits)
-    head_blocks = -(-num_heads // variant.heads)
+    head_blocks = -(-num_heads // variant.heads) * variant.groups
     return Plan(
         variant,
         head_blocks,
         splits,
         split_columns(columns, splits),
-        _sharers(tokens * head_blocks * variant.heads // 8, sm_count),
+        *_merge_shape(tokens * head_blocks * variant.group_heads // 8, splits, sm_count),
     )
 
 
@@ -156,10 +168,19 @@ def microseconds(
     return turns * (block + model.split_head * variant.heads) + merge
 
 
-def _sharers(head_tiles: int, sm_count: int) -> int:
-    """As many warps to a fragment of the merge as leave at most two blocks to a multiprocessor: 1, 2 or 4."""
-    blocks = head_tiles * FRAGMENTS // MERGE_WARPS
-    return next((sharers for sharers in (4, 2) if blocks * sharers <= 2 * sm_count), 1)
+def _merge_shape(head_tiles: int, splits: int, sm_count: int) -> tuple[int, int]:
+    """Warps to a unit of the merge, and units to a warp: powers of two, one of them 1.
+
+    As many warps as leave at most two blocks to a multiprocessor, four while a warp has still as many splits as it asks
+    for at once; else as many units as may be in flight and leave a block for every other multiprocessor. H200, 64 heads
+    at 8 tokens: 20.4 us by one warp, 19.7 by two, 20.8 by four; 8 heads at 64 tokens: 29.2 by units, 28.2 by pairs.
+    """
+    blocks = head_tiles * UNITS // MERGE_WARPS
+    for sharers in (4, 2):
+        if blocks * sharers <= (4 if splits >= MERGE_IN_FLIGHT * sharers else 2) * sm_count:
+            return sharers, 1
+    most = min(MERGE_IN_FLIGHT // splits, 2 * blocks // sm_count)
+    return 1, next((units for units in (4, 2) if units <= most), 1)
 
 
 @lru_cache(maxsize=256)

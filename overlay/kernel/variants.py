@@ -6,7 +6,7 @@ from typing import Literal
 KvDtype = Literal["bf16", "fp8"]
 
 LATENT = 512
-WARPS = 4  # of a block
+WARPS = 4  # of a group
 MAX_COLUMNS = 8192  # index columns of a row, as wide as the kernel's bit map
 MAX_SPLITS = 32
 SHARED_LIMIT = 101_376  # bytes a block may use on sm_120 and sm_121
@@ -20,18 +20,28 @@ class Variant:
     heads: int
     kv_dtype: KvDtype
     tile_rows: int  # latent rows of a tile
-    ring: int  # pieces of a warp's slice in shared memory, 128 bytes of each row of a tile
+    ring: int  # pieces of a slice in shared memory, 128 bytes of each row of a tile
     blocks: int  # blocks that fit on a multiprocessor of sm_120
 
     @property
     def deep(self) -> bool:
         """More rows in flight than two blocks of a multiprocessor have room for: for calls of few blocks."""
-        return self.blocks == 1
+        return self.blocks == 1 and self.groups == 1
 
     @property
     def name(self) -> str:
         """Name of the entry point."""
         return f"sparse_mla_h{self.heads}_{self.kv_dtype}{'_deep' if self.deep else ''}"
+
+    @property
+    def groups(self) -> int:
+        """Sets of warps that share the tiles of a block, each with its own heads: a warp holds 32 at most."""
+        return 2 if self.heads > 32 else 1
+
+    @property
+    def group_heads(self) -> int:
+        """Heads of a head block, the work of one group."""
+        return self.heads // self.groups
 
     @property
     def slices(self) -> int:
@@ -45,24 +55,25 @@ class Variant:
 
     @property
     def threads(self) -> int:
-        return 32 * WARPS
+        return 32 * WARPS * self.groups
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory, field by field as `Shared` in cuda/shape.cuh; the compiler checks that they agree."""
-        head_tiles, row_tiles, tiles = self.heads // 8, self.tile_rows // 16, MAX_COLUMNS // self.tile_rows
+        groups, heads = self.groups, self.group_heads
+        head_tiles, row_tiles, tiles = heads // 8, self.tile_rows // 16, MAX_COLUMNS // self.tile_rows
         fragment = 32 * 16  # bytes of 16 rows by 8 heads, fp32
         replicated = self.slices == 2
         fields = (  # size and alignment
-            (WARPS * max(self.ring * self.tile_rows * 128, self.heads * (LATENT // self.slices) * 2), 256),  # tiles
+            (WARPS * max(self.ring * self.tile_rows * 128, groups * heads * (LATENT // self.slices) * 2), 256),  # tiles
             (
-                (2 if self.heads == 8 else 1) * WARPS * row_tiles * (head_tiles - (not replicated)) * fragment,
+                (2 if heads == 8 else 1) * groups * WARPS * row_tiles * (head_tiles - (not replicated)) * fragment,
                 16,
             ),  # partial
-            (row_tiles * (32 if replicated else head_tiles * 256), 16),  # weights
+            (groups * row_tiles * (32 if replicated else head_tiles * 256), 16),  # weights
             (2 * self.heads * 4, 4),  # rescale, norm
-            (4 * 4, 16),  # grown
-            (self.streams * (self.heads if self.streams > 1 else 1) * 8, 8),  # sums
+            (groups * 4 * 4, 16),  # grown
+            (self.streams * (heads if self.streams > 1 else 1) * 8, 8),  # sums
             (256 * 4, 16),  # ring
             ((tiles + self.streams) * self.tile_rows // 8, self.tile_rows // 8),  # live
             ((tiles + 2 * self.streams) * 2, 2),  # list
@@ -77,7 +88,9 @@ class Variant:
     @property
     def entry(self) -> str:
         """The line of source that instantiates it."""
-        shape = f"{self.heads}, {str(self.kv_dtype == 'fp8').lower()}, {self.tile_rows}, {self.ring}"
+        shape = (
+            f"{self.group_heads}, {str(self.kv_dtype == 'fp8').lower()}, {self.tile_rows}, {self.ring}, {self.groups}"
+        )
         return f"SPARSE_MLA_VARIANT({self.name}, {shape}, {self.blocks}, {self.shared_bytes})"
 
 
@@ -85,6 +98,7 @@ VARIANTS = (
     Variant(8, "bf16", tile_rows=16, ring=5, blocks=2),
     Variant(16, "bf16", tile_rows=16, ring=5, blocks=2),
     Variant(32, "bf16", tile_rows=16, ring=4, blocks=2),
+    Variant(64, "bf16", tile_rows=32, ring=4, blocks=1),
     Variant(8, "bf16", tile_rows=16, ring=10, blocks=1),
     Variant(16, "bf16", tile_rows=16, ring=10, blocks=1),
     Variant(8, "fp8", tile_rows=32, ring=2, blocks=2),

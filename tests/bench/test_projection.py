@@ -41,10 +41,19 @@ def test_no_bound_is_beaten(heads, kv_dtype):
         assert slower.projected > found.projected
 
 
+def bounds(heads, kv_dtype):
+    return projection.project(projection.PARTS[0], heads, kv_dtype, {"us": 1.0, "multiply_us": 1.0}, 500).bounds
+
+
 def test_blocks_that_share_a_token_gather_its_rows_each():
-    row = {"us": 1.0, "multiply_us": 1.0}
-    half, whole = (projection.project(projection.PARTS[0], heads, "bf16", row, 500).bounds for heads in (32, 64))
+    half, whole = bounds(32, "fp8"), bounds(64, "fp8")
     assert all(whole[name] == pytest.approx(2 * half[name]) for name in half)
+
+
+def test_groups_of_a_block_gather_a_tokens_rows_once():
+    half, whole = bounds(32, "bf16"), bounds(64, "bf16")
+    assert whole["L2"] == half["L2"] and whole["tensor cores"] == pytest.approx(2 * half["tensor cores"])
+    assert half["shared memory"] < whole["shared memory"] < 2 * half["shared memory"]
 
 
 def test_tensor_bound_is_flop_over_rate():

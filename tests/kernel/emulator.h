@@ -42,6 +42,7 @@ struct dim3 { unsigned x = 0, y = 0; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 
 namespace emulator {
 
@@ -351,6 +352,7 @@ inline int max(int a, int b) { return a > b ? a : b; }
 inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 inline int __popc(u32 bits) { return __builtin_popcount(bits); }
 inline float __uint_as_float(u32 bits) { return emulator::as_float(bits); }
+inline u32 __float_as_uint(float value) { return emulator::as_bits(value); }
 inline float __int_as_float(int bits) { return emulator::as_float(static_cast<u32>(bits)); }
 
 inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
@@ -458,6 +460,9 @@ inline u32 pack_bf16(float low, float high) { return emulator::to_bf16(low) | st
 inline u32 pack_f16(float low, float high) { return emulator::to_half(low) | static_cast<u32>(emulator::to_half(high)) << 16; }
 inline float low_bf16(u32 pair) { return emulator::from_bf16(static_cast<u16>(pair)); }
 inline float high_bf16(u32 pair) { return emulator::from_bf16(static_cast<u16>(pair >> 16)); }
+
+inline float low_f16(u32 pair) { return emulator::from_half(static_cast<u16>(pair)); }
+inline float high_f16(u32 pair) { return emulator::from_half(static_cast<u16>(pair >> 16)); }
 
 inline void unpack_e4m3(u32 bytes, u32& low, u32& high) {
   u16 halves[4];

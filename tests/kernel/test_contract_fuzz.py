@@ -105,7 +105,7 @@ def test_attention_is_launched_within_its_operands_or_refused(on_cpu, data):
         return
     ((grid, _, given_arguments),) = main.launches
     cut = kernel.plan(q.shape[0], indices.shape[1], splits)
-    assert grid == (q.shape[0] * cut.head_blocks, cut.splits) and bool(merge.launches) == (cut.splits > 1)
+    assert grid == cut.grid(q.shape[0]) and bool(merge.launches) == (cut.splits > 1)
     for tensor, row_bytes in ((q, 1024), (out, 1024), (kv_rows, LATENT * kv_rows.element_size())):
         strides = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
         last = sum(s * (n - 1) for s, n in zip(strides, tensor.shape[:-1], strict=True))
@@ -117,7 +117,7 @@ def test_attention_is_launched_within_its_operands_or_refused(on_cpu, data):
     ) <= end_of(indices)
     assert indices.shape[1] < 2 or indices.stride(1) == 1
     if cut.splits > 1:
-        needed = q.shape[0] * cut.splits * cut.head_blocks * cut.variant.heads * (LATENT + 2) * 4
+        needed = q.shape[0] * cut.splits * cut.head_blocks * (cut.variant.group_heads * (LATENT * 2 + 8) + 16)
         assert workspace.numel() >= needed == cut.partial_bytes(q.shape[0])
     assert given_arguments[0] == q.data_ptr() and given_arguments[3] == kv_rows.data_ptr()
 

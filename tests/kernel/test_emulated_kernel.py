@@ -106,12 +106,27 @@ def test_splits_and_empty_tokens(emulated, variant):
     assert error_of(case, out, lse) <= 3e-3
 
 
-@pytest.mark.parametrize("sms", [4, 12, 132])
-def test_any_number_of_warps_may_share_a_fragment_of_the_merge(emulated, sms):
+@pytest.mark.parametrize(("sms", "sharers"), [(1, 1), (2, 2), (132, 4)])
+def test_any_number_of_warps_may_share_a_unit_of_the_merge(emulated, sms, sharers):
     case, kernel = make_case(1, 8, "bf16", 700), emulated(8, "bf16", late=True, reversed=True)
     kernel.sm_count = sms
-    assert kernel.plan(1, 700, 19).sharers == {4: 1, 12: 2, 132: 4}[sms]
+    assert kernel.plan(1, 700, 19).sharers == sharers
     out, lse = run(kernel, case, splits=19)
+    assert error_of(case, out, lse) <= 3e-3
+
+
+@pytest.mark.parametrize(("splits", "units"), [(2, 4), (3, 2), (4, 2), (5, 1), (8, 1), (9, 1)])
+@pytest.mark.parametrize(("heads", "kv_dtype"), [(16, "bf16"), (12, "fp8")])
+def test_a_warp_of_the_merge_may_join_several_units(emulated, heads, kv_dtype, splits, units):
+    """Among live splits, empty ones in every place: what stands where they would have left outputs is poison."""
+    case, kernel = make_case(3, heads, kv_dtype, 320), emulated(heads, kv_dtype, late=True)
+    kernel.sm_count = 2
+    assert kernel.plan(3, 320, splits).units == units
+    width = kernel.plan(3, 320, splits).split_columns
+    case.indices[0, :width] = -1
+    case.indices[1, width : 2 * width] = -1
+    case.indices[2, (splits - 1) * width :] = -1
+    out, lse = run(kernel, case, splits)
     assert error_of(case, out, lse) <= 3e-3
 
 
@@ -228,7 +243,7 @@ BROKEN = {
     "partial scores overwritten": Fault(16, "bf16", "named_barrier<64>(kRead + warp);\n      publish", "publish"),
     "no wait for the last copies": Fault(32, "bf16", "wait_copies<0>();\n", "\n"),
     "weights read before they are there": Fault(
-        32, "bf16", "__syncthreads();\n      collect_weights", "collect_weights"
+        32, "bf16", "group_barrier();\n      collect_weights", "collect_weights"
     ),
     "tiles read before one warp has listed them": Fault(
         16,
@@ -249,8 +264,26 @@ BROKEN = {
         "__syncthreads();\n#pragma unroll\n  for (int n = 0; n < S::kHeadTiles; ++n) {\n    float own[2], other[2];",
         "#pragma unroll\n  for (int n = 0; n < S::kHeadTiles; ++n) {\n    float own[2], other[2];",
     ),
+    "a tile used before the other group has gathered it": Fault(64, "bf16", "else if (!gathers) meet();", ""),
+    "a tile refilled where the other group still reads": Fault(
+        64, "bf16", "if (S::kShared && gathers && t + 2 < tiles) {", "if (S::kShared && gathers) {"
+    ),
+    "rows staged where the other group still reads": Fault(
+        64, "bf16", "__syncthreads();  // also for the tiles", "// also for the tiles", 260
+    ),
+    "outputs of an empty split used": Fault(
+        16, "bf16", "if (weight.x != 0.0f || weight.y != 0.0f)", "if (true)", 300, 3
+    ),
+    "a scale of an empty split used": Fault(
+        16,
+        "bf16",
+        "pair[i].y == 0.0f ? 0.0f : pair[i].x * norm[0] * scale[i]",
+        "pair[i].x * norm[0] * scale[i]",
+        300,
+        3,
+    ),
     "shares of the merge read before they are there": Fault(
-        8, "bf16", "__syncthreads();\n    if (share > 0)", "if (share > 0)", 300, 3
+        8, "bf16", "__syncthreads();\n      if (share > 0)", "if (share > 0)", 300, 3
     ),
 }
 
@@ -262,6 +295,8 @@ def test_a_broken_kernel_is_noticed(emulated, tmp_path, fault):
     broken = emulation.build(tmp_path, variants_for(heads, kv_dtype), [(text, instead)])
     case = make_case(1, heads, kv_dtype, columns)
     case.indices[case.indices == 3] = 5
+    if splits > 1:
+        case.indices[:, 200:] = -1  # one of three is empty
     errors = []
     for (backwards, late), word in itertools.product(SCHEDULES, (0xFFFFFFFF, 3)):
         broken.poison(word)

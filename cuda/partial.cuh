@@ -1,0 +1,17 @@
+// What a split of an index row leaves for the merge. Per [token, split, head block]:
+//
+//     outputs  [quarter of the dims][32 dims][head tile][lane] uint4   o / l times a power of two, in f16: two MMA fragments
+//     sums     [head] float2                                           maximum and sum
+//              [quarter] float                                         what the outputs of a quarter are to be multiplied with
+//
+// f16 halves what is written and read again. Its rounding, 2^-12, is an eighth of the one to bf16 that follows; the power of two
+// brings the largest output of a quarter near the top of its range, so that it holds for all outputs down to 2^-29 of that one.
+// A split without a live row leaves a sum of zero and no outputs: what stands there is old, and must not be used.
+#pragma once
+#include "softmax.cuh"
+
+constexpr int kUnitDims = 32;  // of one uint4 a lane
+constexpr int kUnits = kLatent / kUnitDims;
+
+__device__ __forceinline__ i64 outputs_of_block(int heads) { return heads * (kLatent * 2 / 16); }          // uint4
+__device__ __forceinline__ i64 sums_of_block(int heads) { return heads + kQuarters * sizeof(float) / sizeof(float2); }  // float2
