@@ -4,7 +4,7 @@
 //     sums     [head] float2                                           maximum and sum
 //              [quarter] float                                         what the outputs of a quarter are to be multiplied with
 //
-// f16 halves what is written and read again. Its rounding, 2^-12, is an eighth of the one to bf16 that follows; the power of two
+// f16 halves what is written and read again. Its rounding, 2^-11, is an eighth of the one to bf16 that follows; the power of two
 // brings the largest output of a quarter near the top of its range, so that it holds for all outputs down to 2^-29 of that one.
 // A split without a live row leaves a sum of zero and no outputs: what stands there is old, and must not be used.
 #pragma once

@@ -50,8 +50,8 @@ def figures(directory: Path = DIRECTORY) -> str:
 def _source(file: Path, said: Mapping[str, Any]) -> str:
     where = f"{said.get('gpus', 1)} x {said['gpu']}" if said["gpu"] else "without a GPU"
     title = file.stem.replace("-", " ").replace(_slug(said["gpu"]).replace("-", " "), "").strip()
-    version = said["versions"].get("vllm", "?")
-    return f"### {title}, {where}\n\n[{file.name}](measurements/{file.name}), {said['date']}, vLLM {version}."
+    measured = f"commit {said['commit']}, {said['date']}, vLLM {said['versions'].get('vllm', '?')}"
+    return f"### {title}, {where}\n\n[{file.name}](measurements/{file.name}), {measured}."
 
 
 def faults(said: Mapping[str, Any]) -> Iterator[str]:

@@ -16,7 +16,7 @@ def test_without_measurements_it_says_so(tmp_path):
     assert page.figures(tmp_path).split("\n\n") == [*list(page.NOT_RUN.values())[:-1], page.NOT_RUN["ranks"] + "\n"]
 
 
-PROVENANCE = {"gpu": "NVIDIA X", "date": "2026-01-01", "versions": {"vllm": "0.33.0"}}
+PROVENANCE = {"gpu": "NVIDIA X", "commit": "abc1234", "date": "2026-01-01", "versions": {"vllm": "0.33.0"}}
 SIDE = {
     "seconds": 240.0, "requests_a_second": 30.0, "requests": {"answered": 7000, "lost": 2}, "compared_tokens": 9,
     "beyond_tolerance": 1, "parted_answers": 1234, "compared_answers": 7000, "largest_difference": 0.01,
