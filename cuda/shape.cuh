@@ -6,10 +6,11 @@
 //
 // Up to 16 heads two slices are enough for the registers, and a block is two pairs of warps, two streams that share nothing until
 // the end: each takes every other tile. With 32 heads there are four slices and one stream. With 64, two groups of warps, each with
-// its 32 heads, share the tiles. More heads take several blocks. A head block is the heads of one group.
+// its 32 heads, share the tiles: a slice is gathered by the second group and read by both. More heads take several blocks. A head
+// block is the heads of one group.
 //
 // A slice of a tile is cut once more, into pieces of 128 bytes a row. A piece is refilled as soon as its values have been read,
-// so that a block needs little more shared memory than the tile it works on.
+// so that a block needs little more shared memory than the tile it works on. Two groups hold two tiles and refill whole ones.
 #pragma once
 #include "ptx.cuh"
 

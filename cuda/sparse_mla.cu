@@ -260,7 +260,7 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
   Running<kOwnTiles> running;
   running.start();
 
-  // A slice is gathered, read and refilled by its warp alone, piece by piece; by two warps where two groups share the tiles.
+  // A slice is gathered, read and refilled by its warp alone, piece by piece. Where two groups share the tiles, both read it.
   const u32 ring = shared_address(region);
   u32 keys = ring + keys_lane(), values_of_bf16 = ring + values_lane();
   Source source = {a.kv + slice * S::kPieces * kPieceRowBytes + 16 * (lane % 8), a.kv_stride, static_cast<u32>(a.rows),

@@ -42,7 +42,7 @@ class SparseMLA:
     def load(device: torch.device, num_heads: int, kv_dtype: str) -> "SparseMLA":
         """Compile or read from the cache, load, and run once; the second call with the same arguments is free.
 
-        Head counts that no variant has are padded; above 32 several blocks share the heads.
+        Head counts that no variant has are padded; above 64 (32 with fp8) several blocks share the heads.
 
         Raises:
             ValueError: no heads, or a KV dtype other than "bf16" and "fp8".

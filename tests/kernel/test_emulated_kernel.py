@@ -130,6 +130,22 @@ def test_a_warp_of_the_merge_may_join_several_units(emulated, heads, kv_dtype, s
     assert error_of(case, out, lse) <= 3e-3
 
 
+@pytest.mark.parametrize("exponent", [-80, -20, 20, 80])
+@pytest.mark.parametrize("heads", [8, 64])
+def test_splits_of_rows_of_any_size(emulated, heads, exponent):
+    """f16 alone holds neither 2^20 nor 2^-80; dims of a row, too, are of unlike size."""
+    case = make_case(2, heads, "bf16", 320)
+    unlike = torch.linspace(-8, 8, 512).round().exp2()
+    case.kv_rows = (case.kv_rows.float() * unlike * 2.0**exponent).to(torch.bfloat16)
+    case.q = (case.q.float() / unlike).to(torch.bfloat16)
+    case.scale *= 2.0**-exponent
+    out, lse = run(emulated(heads, "bf16"), case, 3)
+    assert error_of(case, out, lse) <= 3e-3
+    reference, _ = sparse_mla_reference(case.q, case.kv_rows, case.indices, case.scale)
+    by_dim = (out.double() - reference).flatten(0, 1).norm(dim=0) / reference.flatten(0, 1).norm(dim=0)
+    assert by_dim.max() <= 1e-2
+
+
 def test_as_many_splits_as_there_are(emulated):
     case = make_case(1, 8, "bf16", 1100)
     out, lse = run(emulated(8, "bf16"), case, splits=32)
