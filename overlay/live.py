@@ -16,6 +16,7 @@ from overlay.log import logger
 NAME = "vllm-overlay"
 _LINK = f"/memfd:{NAME} (deleted)"
 _LOOKS = 200  # at a process whose descriptors come and go, or which is writing its answer at that moment
+_EMPTY_LOOKS = 3  # descriptors are listed one by one: a file that takes a lower number meanwhile is in no such listing
 
 _file: tuple[int, tuple[int, int]] | None = None  # descriptor; device and inode of what it was opened for
 _report: Callable[[], Mapping[str, object]] | None = None
@@ -104,6 +105,7 @@ def processes(proc: Path = Path("/proc")) -> Iterator[dict[str, object]]:
 
 def _answer(directory: Path) -> dict[str, object] | None:
     """What the process below /proc says; None where it has no such file."""
+    empty = 0
     for _ in range(_LOOKS):
         changed = False
         for link in (directory / "fd").iterdir():
@@ -112,6 +114,7 @@ def _answer(directory: Path) -> dict[str, object] | None:
                     return json.loads(link.read_bytes())
             except (OSError, ValueError):  # closed since it was listed, or its answer is being written
                 changed = True
-        if not changed:
+        empty = 0 if changed else empty + 1
+        if empty == _EMPTY_LOOKS:
             return None
     return None

@@ -61,6 +61,22 @@ def test_an_answer_that_is_given_again_and_again_is_read_whole(busy):
     assert seen == {"armed" * 40, "retired" * 40}
 
 
+def test_a_listing_that_misses_the_answer_is_not_believed(busy, monkeypatch):
+    """A file that moves to a lower number while descriptors are listed is in none of the listing's places."""
+    proc, _ = busy("live.publish(report)", "import time; time.sleep(1)")
+    listed, missed = Path.iterdir, []
+
+    def iterdir(self):
+        if self.name == "fd" and len(missed) < 2:
+            missed.append(self)
+            return iter(())
+        return listed(self)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    (said,) = live.processes(proc)
+    assert len(missed) == 2 and said["fingerprint"] == "f"
+
+
 @pytest.mark.parametrize("publish", ["live.publish(report)", ""])
 def test_a_process_whose_descriptors_come_and_go_is_not_missed(busy, publish):
     proc, pid = busy(publish, DESCRIPTORS)
