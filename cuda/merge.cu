@@ -41,24 +41,25 @@ __device__ __forceinline__ void transpose_quad(u32 (&words)[4]) {
 }
 
 // Rows of bf16 from one unit, `target` being its first dim of head 0.
-__device__ __forceinline__ void write_unit(const Merge& m, const float (&merged)[8], u8* target, int row) {
+__device__ __forceinline__ void write_unit(const Merge& m, const float (&merged)[2][4], u8* target, int row) {
   const int lane = threadIdx.x % 32, c = lane / 4, j = lane % 4;
   if (m.paired_dims) {  // fp8: this lane holds dims 2c and 2c+1 of either fragment, of heads 2j and 2j+1
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       u8* head = target + (row + 2 * j + i) * m.out_head_stride + 4 * c;
       if (row + 2 * j + i < m.heads) {
-        *reinterpret_cast<u32*>(head) = pack_bf16(merged[i], merged[i + 2]);
-        *reinterpret_cast<u32*>(head + 32) = pack_bf16(merged[i + 4], merged[i + 6]);
+        *reinterpret_cast<u32*>(head) = pack_bf16(merged[0][i], merged[0][i + 2]);
+        *reinterpret_cast<u32*>(head + 32) = pack_bf16(merged[1][i], merged[1][i + 2]);
       }
     }
   } else {  // after the first transposition: dims 8i + 2j and 8i + 2j + 1 of head c; after the second one: dims 8j to 8j+7
     u32 words[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = transpose_matrix(pack_bf16(merged[2 * i], merged[2 * i + 1]));
+    for (int i = 0; i < 4; ++i) words[i] = transpose_matrix(pack_bf16(merged[i / 2][i % 2 * 2], merged[i / 2][i % 2 * 2 + 1]));
     transpose_quad(words);
     if (row + c < m.heads) {
-      *reinterpret_cast<uint4*>(target + (row + c) * m.out_head_stride + 16 * j) = make_uint4(words[0], words[1], words[2], words[3]);
+      u8* head = target + (row + c) * m.out_head_stride + 16 * j;
+      *reinterpret_cast<uint4*>(head) = make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
 }
@@ -76,8 +77,10 @@ __device__ __forceinline__ void merge_units(const Merge& m, MergeShared& sm) {
   const int sharers = Units == 1 ? m.sharers : 1;
   const int share = warp % sharers;
   const int unit = (blockIdx.y * kMergeWarps + warp) / sharers * Units;
-  const i64 output_stride = m.head_blocks * outputs_of_block(m.block_heads), sum_stride = m.head_blocks * sums_of_block(m.block_heads);
-  const uint4* source = m.partial_outputs + first_block * outputs_of_block(m.block_heads) + (unit * head_tiles + head_tile) * 32 + lane;
+  const i64 output_stride = m.head_blocks * outputs_of_block(m.block_heads);
+  const i64 sum_stride = m.head_blocks * sums_of_block(m.block_heads);
+  const uint4* source = m.partial_outputs + first_block * outputs_of_block(m.block_heads) +
+                        (unit * head_tiles + head_tile) * 32 + lane;
   const float2* sums = m.partial_sums + first_block * sums_of_block(m.block_heads);
   const float* scales = reinterpret_cast<const float*>(sums + m.block_heads) + unit / (kUnits / kQuarters);
   sums += 8 * head_tile + 2 * j;
@@ -144,7 +147,7 @@ __device__ __forceinline__ void merge_units(const Merge& m, MergeShared& sm) {
   }
   __syncwarp();
 
-  float merged[Units][8] = {};
+  float merged[Units][2][4] = {};  // of each unit, two fragments
   const auto add = [&](int first) {
 #pragma unroll
     for (int i = 0; i < kSplits; ++i) {
@@ -156,8 +159,8 @@ __device__ __forceinline__ void merge_units(const Merge& m, MergeShared& sm) {
             const u32 words[4] = {part[i][u].x, part[i][u].y, part[i][u].z, part[i][u].w};
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
-              merged[u][2 * w] += weight.x * low_f16(words[w]);
-              merged[u][2 * w + 1] += weight.y * high_f16(words[w]);
+              merged[u][w / 2][w % 2 * 2] += weight.x * low_f16(words[w]);
+              merged[u][w / 2][w % 2 * 2 + 1] += weight.y * high_f16(words[w]);
             }
           }
         }
@@ -171,22 +174,16 @@ __device__ __forceinline__ void merge_units(const Merge& m, MergeShared& sm) {
       add(first);
     }
     if (sharers > 1) {
-      float(&own)[8] = merged[0];
+      float(&own)[2][4] = merged[0];
       if (share > 0) {
-        sm.shares[warp][0][lane] = make_float4(own[0], own[1], own[2], own[3]);
-        sm.shares[warp][1][lane] = make_float4(own[4], own[5], own[6], own[7]);
+#pragma unroll
+        for (int f = 0; f < 2; ++f) sm.shares[warp][f][lane] = make_float4(own[f][0], own[f][1], own[f][2], own[f][3]);
       }
       __syncthreads();
       if (share > 0) return;
       for (int i = 1; i < sharers; ++i) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float4 part = sm.shares[warp + i][half][lane];
-          own[4 * half] += part.x;
-          own[4 * half + 1] += part.y;
-          own[4 * half + 2] += part.z;
-          own[4 * half + 3] += part.w;
-        }
+        for (int f = 0; f < 2; ++f) add_fragment(own[f], sm.shares[warp + i][f][lane]);
       }
     }
   }

@@ -80,7 +80,8 @@ class Plan:
     def partial_bytes(self, tokens: int) -> int:
         """Workspace of this plan, as cuda/partial.cuh has it: nothing without a split.
 
-        Else `output_bytes`, and for each block a maximum and a sum per head and a factor for each quarter of the dims.
+        Else `output_bytes`, and for each head block of a split a maximum and a sum per head, and a factor for each
+        quarter of the dims.
         """
         if self.splits == 1:
             return 0

@@ -219,9 +219,9 @@ def test_sanitizer(tool):
     root = Path(__file__).resolve().parents[2]
     # Of the driver's own answers only ours count: NVIDIA's bindings ask it for functions that it may not have.
     options = ["--report-api-errors", "no"] if tool == "memcheck" else []
-    calls = [sys.executable, "-m", "tests.gpu.sanitize", *(["--one-group"] if tool == "synccheck" else [])]
+    program = [sys.executable, "-m", "tests.gpu.sanitize", *(["--one-group"] if tool == "synccheck" else [])]
     done = subprocess.run(
-        [sanitizer, "--tool", tool, *options, "--error-exitcode", "9", *calls],
+        [sanitizer, "--tool", tool, *options, "--error-exitcode", "9", *program],
         **dict(cwd=root, env=os.environ, capture_output=True, text=True, timeout=300),
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

@@ -32,6 +32,7 @@ def kept(directory, name, document):
 @pytest.mark.parametrize("name", ["load", "load-tp4"])
 def test_failures_of_the_load_are_shown(tmp_path, name):
     text = kept(tmp_path, name, {"tp": 1, "clients": 64, "ours": SIDE, "stock": SIDE, "problems": ["lost: prompt 3"]})
+    assert "commit abc1234, 2026-01-01, vLLM 0.33.0" in text
     assert "| lost | 2 | 2 |" in text and "- lost: prompt 3" in text and "Nothing else was wrong" not in text
     assert text.count("measurements/") == 1, "one file is not shown as the other"
 
