@@ -132,7 +132,7 @@ def main(heads: str, tokens: str) -> None:
         kernel = SparseMLA.load(torch.device("cuda"), case.heads, case.kv_dtype)
         call = inputs(case, pools[case.kv_dtype], seed=0)
         workspace = torch.empty(kernel.workspace_bytes(case.tokens, case.columns), dtype=torch.uint8, device="cuda")
-        launches = 1 if kernel.plan(case.tokens, case.columns).splits == 1 else 2
+        launches = sum(2 if part.plan.splits > 1 else 1 for part in kernel.parts(case.tokens, case.columns))
         print("\n".join([f"case {case.heads} {case.tokens} {case.kv_dtype}"] * launches), flush=True)
         with as_on_sm120(kernel):
             for profiled in (False, False, True):

@@ -1,4 +1,7 @@
-"""One run: every case checked, then timed, beside the limits and the peers."""
+"""One run: every case checked, then timed, beside the limits and the peers.
+
+A call that takes two launches is also timed as one launch: `ours_one_launch`, a row like a peer's.
+"""
 
 import sys
 import time
@@ -27,7 +30,7 @@ class WrongResult(OverlayError):
 
 
 def measure(cases: Iterable[Case], with_peers: bool = True) -> Iterator[Row]:
-    """Rows of the table: ours for every case, a peer's for uniform full-width ones, and why where it has none."""
+    """Rows of the table: ours for every case, others for uniform full-width ones, and why where a peer has none."""
     cases = list(cases)
     peak = ceilings.multiply_tflops()
     pools = {dtype: pool(dtype, torch.device("cuda")) for dtype in {case.kv_dtype for case in cases}}
@@ -35,28 +38,37 @@ def measure(cases: Iterable[Case], with_peers: bool = True) -> Iterator[Row]:
     for number, case in enumerate(cases, 1):
         progress(f"{number}/{len(cases)} {_name(case)} ({time.monotonic() - started:.0f} s)")
         calls = rotation(case, pools[case.kv_dtype])
-        yield {"kernel": "ours", **asdict(case), **_ours(case, calls, peak)}
+        yield from _ours(case, calls, peak)
         if with_peers and case.plain:
             yield from _peer_rows(case, calls)
     progress("")
 
 
-def _ours(case: Case, calls: list[Inputs], peak: float) -> dict[str, object]:
+def _ours(case: Case, calls: list[Inputs], peak: float) -> Iterator[Row]:
     kernel = SparseMLA.load(torch.device("cuda"), case.heads, case.kv_dtype)
-    workspace = torch.empty(kernel.workspace_bytes(case.tokens, case.columns), dtype=torch.uint8, device="cuda")
+    parts = kernel.parts(case.tokens, case.columns)
+    one = kernel.plan(case.tokens, case.columns)
+    room = max(kernel.workspace_bytes(case.tokens, case.columns), one.partial_bytes(case.tokens))
+    workspace = torch.empty(room, dtype=torch.uint8, device="cuda")
 
-    def attend(call: Inputs) -> None:
-        kernel(call.q, call.kv, call.indices, call.scale, call.out, workspace)
+    def attend(call: Inputs, **forced: object) -> None:
+        kernel(call.q, call.kv, call.indices, call.scale, call.out, workspace, **forced)
 
-    plan = kernel.plan(case.tokens, case.columns)
     with as_on_sm120(kernel) as blocks:
         error = _check(case, calls[0], attend)
         timed = [lambda call=call: attend(call) for call in calls]
         us = timing.warm(timed)
         cold = timing.cold(timed) if case.tokens <= COLD_TOKENS else None
+        alone = None
+        if case.plain and len(parts) > 1:
+            alone = timing.warm(
+                [lambda call=call: attend(call, splits=one.splits, variant=one.variant) for call in calls]
+            )
     gather = ceilings.gather_us(case, calls)
     multiply = case.flop / peak / 1e6
-    return {
+    yield {
+        "kernel": "ours",
+        **asdict(case),
         "us": us,
         "cold_us": cold,
         "gather_us": gather,
@@ -65,11 +77,15 @@ def _ours(case: Case, calls: list[Inputs], peak: float) -> dict[str, object]:
         "tflops": case.flop / us / 1e6,
         "gbps": case.gathered_bytes / us / 1e3,
         "error": error,
-        "variant": plan.variant.name,
-        "splits": plan.splits,
+        "variant": parts[0].plan.variant.name,
+        "splits": parts[0].plan.splits,
+        "rest": [[part.tokens, part.plan.variant.name, part.plan.splits] for part in parts[1:]],
         "merge_starts_early": kernel.merge_starts_early,
-        "blocks_per_sm": blocks[plan.variant],
+        "blocks_per_sm": blocks[parts[0].plan.variant],
     }
+    if alone is not None:
+        shape = {"variant": one.variant.name, "splits": one.splits}
+        yield {"kernel": "ours_one_launch", **asdict(case), "us": alone, "reason": None, **shape}
 
 
 def _check(case: Case, call: Inputs, attend) -> float:

@@ -140,12 +140,13 @@ def fit(rows: Sequence[Row], sm_count: int, steps: int = STEPS) -> Model:
 
 
 def _numbers(model: Model) -> list[float]:
-    return [number for cost in model.blocks.values() for number in cost] + list(model[1:])
+    return [number for cost in model.blocks.values() for number in cost] + list(model[1:-1])
 
 
 def _model(numbers: Sequence[float]) -> Model:
     costs = (Cost(*numbers[3 * n : 3 * n + 3]) for n in range(len(MODEL.blocks)))
-    return Model(dict(zip(MODEL.blocks, costs, strict=True)), *numbers[3 * len(MODEL.blocks) :])
+    # Every launch costs `launch`: nothing to tell from one of them.
+    return Model(dict(zip(MODEL.blocks, costs, strict=True)), *numbers[3 * len(MODEL.blocks) :], MODEL.launch)
 
 
 def source(model: Model) -> str:

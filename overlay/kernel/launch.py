@@ -18,7 +18,7 @@ from overlay.kernel.build import attention_program, index_rows_program, merge_pr
 from overlay.kernel.early import EarlyFunction, EarlyStartRefused, starting_early
 from overlay.kernel.errors import KernelError
 from overlay.kernel.load import allow_shared, cuda_device, cupy_stream, load_function
-from overlay.kernel.plan import MERGE_WARPS, Plan
+from overlay.kernel.plan import MERGE_WARPS, Part, Plan
 from overlay.kernel.variants import LATENT, Variant, variants_for
 from overlay.log import logger
 
@@ -65,8 +65,12 @@ class SparseMLA:
         """Whether the merge's blocks take their places while the main kernel still runs."""
         return isinstance(self._merge, EarlyFunction)
 
+    def parts(self, tokens: int, columns: int) -> tuple[Part, ...]:
+        """The launches of a call of which nothing is forced."""
+        return planning.parts(self.num_heads, self.kv_dtype, tokens, columns, self.sm_count)
+
     def plan(self, tokens: int, columns: int, splits: int | None = None, variant: Variant | None = None) -> Plan:
-        """How a call is cut into blocks; `splits` and `variant` force what is else chosen."""
+        """How one launch is cut into blocks; `splits` and `variant` force what is else chosen."""
         return planning.plan(self.num_heads, self.kv_dtype, tokens, columns, self.sm_count, splits, variant)
 
     def workspace_bytes(self, max_tokens: int, topk_width: int) -> int:
@@ -98,8 +102,8 @@ class SparseMLA:
             workspace: uint8, at least `workspace_bytes`; contents do not matter. None is enough without splits.
             k_scale: one float32 on the device, the factor of e4m3 rows; 1 if left out.
             lse: [T, H] float32, natural log of the sum of exponentials; -inf where a token has no valid index.
-            splits: forces the number of blocks that share an index row, 1 to 32.
-            variant: forces one of `variants_for`.
+            splits: forces the number of blocks that share an index row, 1 to 32, in one launch for all tokens.
+            variant: forces one of `variants_for`, in one launch.
 
         Raises:
             ValueError: an argument breaks the contract; nothing was launched.
@@ -108,28 +112,49 @@ class SparseMLA:
         tokens, columns = indices.shape
         if tokens == 0:
             return
-        plan = self.plan(tokens, columns, splits, variant)
-        variant = plan.variant
-        contract.check_workspace(workspace, self.device, plan.partial_bytes(tokens))
+        if splits is None and variant is None:
+            parts = self.parts(tokens, columns)
+        else:
+            parts = (Part(0, tokens, self.plan(tokens, columns, splits, variant)),)
+        room = max(part.plan.partial_bytes(part.tokens) for part in parts)
+        contract.check_workspace(workspace, self.device, room)
+        stream = cupy_stream(torch.cuda.current_stream(self.device).cuda_stream)
+        for part in parts:
+            self._launch(part, q, kv_rows, indices, scale, out, workspace, k_scale, lse, stream)
+
+    def _launch(
+        self,
+        part: Part,
+        q: torch.Tensor,
+        kv_rows: torch.Tensor,
+        indices: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        workspace: torch.Tensor | None,
+        k_scale: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        stream: Any,
+    ) -> None:
+        """Launch the kernels for some of the tokens. Rows are found by address: a slice of a tensor costs host time."""
+        plan, variant = part.plan, part.plan.variant
         split = plan.splits > 1
         partial_outputs = workspace.data_ptr() if split else 0
-        partial_sums = partial_outputs + plan.output_bytes(tokens) if split else 0
-        out_pointer, out_strides = out.data_ptr(), (out.stride(0) * 2, out.stride(1) * 2)
-        lse_pointer, lse_stride = (0, 0) if lse is None else (lse.data_ptr(), lse.stride(0))
-        stream = cupy_stream(torch.cuda.current_stream(self.device).cuda_stream)
+        partial_sums = partial_outputs + plan.output_bytes(part.tokens) if split else 0
+        out_pointer, out_strides = _from(out, part), (out.stride(0) * 2, out.stride(1) * 2)
+        lse_pointer, lse_stride = (0, 0) if lse is None else (_from(lse, part), lse.stride(0))
         self._functions[variant](
-            plan.grid(tokens),
+            plan.grid(part.tokens),
             (variant.threads,),
             (
-                q.data_ptr(),
+                _from(q, part),
                 q.stride(0) * 2,
                 q.stride(1) * 2,
                 kv_rows.data_ptr(),
                 np.uint32(kv_rows.stride(0) * kv_rows.element_size()),
                 np.int32(kv_rows.shape[0]),
-                indices.data_ptr(),
+                _from(indices, part),
                 indices.stride(0),
-                np.int32(columns),
+                np.int32(indices.shape[1]),
                 np.int32(plan.split_columns),
                 np.int32(self.num_heads),
                 np.int32(plan.head_blocks),
@@ -148,7 +173,7 @@ class SparseMLA:
         if not split:
             return
         self._merge(
-            plan.merge_grid(tokens),
+            plan.merge_grid(part.tokens),
             (32 * MERGE_WARPS,),
             (
                 partial_outputs,
@@ -241,6 +266,11 @@ class IndexRows:
             ),
             stream=cupy_stream(torch.cuda.current_stream(self.device).cuda_stream),
         )
+
+
+def _from(tensor: torch.Tensor, part: Part) -> int:
+    """Address of the first token of a part."""
+    return tensor.data_ptr() + part.first * tensor.stride(0) * tensor.element_size()
 
 
 @cache

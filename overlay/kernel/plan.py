@@ -29,7 +29,8 @@ class Model(NamedTuple):
     """What a launch costs beyond what every launch costs, in microseconds.
 
     `split_head`: a block writes one head of a partial output instead of a final one. `merge`: the merge, and for each
-    split of a token `merge_split`, and for each head of a partial output, which is read, `merge_head`.
+    split of a token `merge_split`, and for each head of a partial output, which is read, `merge_head`. `launch`: what
+    every launch costs, where a call has two.
     """
 
     blocks: Mapping[str, Cost]  # by the variant's name
@@ -37,6 +38,7 @@ class Model(NamedTuple):
     merge: float
     merge_split: float
     merge_head: float
+    launch: float
 
 
 # Fitted to 982 launches on an H200 by `python -m overlay bench --tune`: 8 to 64 heads, 1 to 256 tokens of 2048 columns,
@@ -59,7 +61,10 @@ MODEL = Model(
     merge=0.318,
     merge_split=0.00741,
     merge_head=0.000621,
+    launch=3.5,
 )
+# A second launch must promise so much of the time of one: below it what was measured was scatter.
+WORTH_CUTTING = 0.03
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,41 @@ def plan(
         split_columns(columns, splits),
         *_merge_shape(tokens * head_blocks * variant.group_heads // 8, splits, sm_count),
     )
+
+
+class Part(NamedTuple):
+    """One launch of a call: tokens `first` to `first + tokens - 1`."""
+
+    first: int
+    tokens: int
+    plan: Plan
+
+
+@lru_cache(maxsize=4096)
+def parts(num_heads: int, kv_dtype: str, tokens: int, columns: int, sm_count: int) -> tuple[Part, ...]:
+    """The launches of a call: one, or the tokens that fill the GPU a whole number of times, then the rest.
+
+    A few blocks more than the GPU holds at once take as long as that many again, on a GPU that is nearly idle. As a
+    launch of its own the rest is cut into as many blocks as there is room for. H200, 8 tokens more than fit at once:
+    272 tokens of 16 heads 109 us instead of 143, 140 tokens of 64 heads 133 instead of 172.
+    """
+
+    def modelled(count: int, cut: Plan) -> float:
+        return microseconds(MODEL, cut.variant, cut.splits, num_heads, count, columns, sm_count)
+
+    one = plan(num_heads, kv_dtype, tokens, columns, sm_count)
+    least, best = (1 - WORTH_CUTTING) * modelled(tokens, one), (Part(0, tokens, one),)
+    for variant in variants_for(num_heads, kv_dtype):
+        at_once = sm_count * variant.blocks // -(-num_heads // variant.heads)  # tokens that the GPU holds
+        rest = tokens % at_once if at_once else 0
+        if not 0 < rest < tokens:
+            continue
+        full = plan(num_heads, kv_dtype, tokens - rest, columns, sm_count, 1, variant)
+        last = plan(num_heads, kv_dtype, rest, columns, sm_count)
+        time = modelled(tokens - rest, full) + MODEL.launch + modelled(rest, last)
+        if time < least:
+            least, best = time, (Part(0, tokens - rest, full), Part(tokens - rest, rest, last))
+    return best
 
 
 def split_columns(columns: int, splits: int) -> int:

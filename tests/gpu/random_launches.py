@@ -179,7 +179,9 @@ def launch(drawn: Drawn, pool: Pool, seed: int) -> None:
         scale=drawn.scale,
     )
     many_rows = drawn.rows >= 64 and drawn.pattern == "all valid" and drawn.columns > 63
-    split = cases.load(case).plan(drawn.tokens, drawn.columns, drawn.splits).splits > 1
+    kernel, shape = cases.load(case), (drawn.tokens, drawn.columns)
+    plans = [kernel.plan(*shape, drawn.splits)] if drawn.splits else [part.plan for part in kernel.parts(*shape)]
+    split = any(plan.splits > 1 for plan in plans)
     check(case, *cases.call(case, drawn.splits), many_rows, split)
 
 

@@ -82,6 +82,22 @@ def test_graph_replay_with_changed_contents(heads, kv_dtype, tokens):
 
 
 @every_shape
+def test_two_launches_replay_as_they_run(heads, kv_dtype):
+    tokens = 2 * torch.cuda.get_device_properties(cases.gpu()).multi_processor_count + 8
+    case = cases.make_case(tokens, heads, kv_dtype, 2048)
+    assert len(cases.load(case).parts(tokens, 2048)) == 2
+    run, out, lse = launcher(case)
+    run()
+    eager, eager_lse = out.clone(), lse.clone()
+    cases.check(case, eager, eager_lse)
+    graph = capture(run)
+    for _ in range(20):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, eager) and torch.equal(lse, eager_lse)
+
+
+@every_shape
 def test_stale_rows_of_a_padded_graph(heads, kv_dtype):
     case = cases.make_case(8, heads, kv_dtype, 300)
     run, out, _ = launcher(case)

@@ -106,6 +106,32 @@ def test_splits_and_empty_tokens(emulated, variant):
     assert error_of(case, out, lse) <= 3e-3
 
 
+@pytest.mark.parametrize(("heads", "kv_dtype"), [(12, "bf16"), (64, "bf16"), (40, "fp8")])
+def test_a_call_may_take_two_launches(emulated, heads, kv_dtype):
+    """Whatever the strides, the second one starts where the first one ends."""
+    case = make_case(9, heads, kv_dtype, 1100)
+    wide = torch.zeros(9, heads + 1, 520, dtype=torch.bfloat16)
+    wide[:, :heads, :512] = case.q
+    indices = torch.full((9, 1111), -1, dtype=torch.int32)
+    indices[:, :1100] = case.indices
+    strided = replace(case, q=wide[:, :heads, :512], indices=indices[:, :1100])
+    kernel = emulated(heads, kv_dtype, late=True)
+    kernel.sm_count = 4
+    first, rest = kernel.parts(9, 1100)
+    assert (first.tokens, rest.tokens) == (8, 1) and rest.plan.splits > 1
+    main, last = (kernel._functions[part.plan.variant] for part in (first, rest))
+    out = torch.full((9, heads + 2, 512), torch.nan, dtype=torch.bfloat16)[:, :heads]
+    lse = torch.full((9, heads + 3), torch.nan)[:, :heads]
+    workspace = torch.full((kernel.workspace_bytes(9, 1100),), 255, dtype=torch.uint8)
+    operands = (strided.q, strided.kv_rows, strided.indices, strided.scale, out, workspace)
+    kernel(*operands, k_scale=strided.k_scale, lse=lse)
+    assert [launch[0] for launch in dict.fromkeys(main.launches + last.launches)] == [
+        first.plan.grid(8),
+        rest.plan.grid(1),
+    ]
+    assert error_of(strided, out, lse) <= 3e-3
+
+
 @pytest.mark.parametrize(("sms", "sharers"), [(1, 1), (2, 2), (132, 4)])
 def test_any_number_of_warps_may_share_a_unit_of_the_merge(emulated, sms, sharers):
     case, kernel = make_case(1, 8, "bf16", 700), emulated(8, "bf16", late=True, reversed=True)
