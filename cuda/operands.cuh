@@ -47,6 +47,18 @@ __device__ __forceinline__ void load_query(Query<S>& q, const u8* stage, const P
         q[k][n][0] = pairs.x;
         q[k][n][1] = pairs.y;
       }
+    } else if constexpr (!S::kReplicated) {  // of two head tiles, so that those of a step lie side by side
+      if (n % 2 == 1) continue;
+      const int head = 8 * place.head_tile(n + lane / 16) + lane % 8;
+#pragma unroll
+      for (int k = 0; k < S::kDimTiles; ++k) {
+        u32 fragment[4];
+        load_matrices(fragment, shared_address(stage) + swizzled(head, 2 * k + lane / 8 % 2, kRowBytes));
+        q[k][n][0] = fragment[0];
+        q[k][n][1] = fragment[1];
+        q[k][n + 1][0] = fragment[2];
+        q[k][n + 1][1] = fragment[3];
+      }
     } else {
 #pragma unroll
       for (int k = 0; k < S::kDimTiles; k += 2) {
@@ -211,7 +223,10 @@ __device__ __forceinline__ void multiply_values(Output<S>& o, const Weights<S>& 
 #pragma unroll
     for (int d = 0; d < S::kStepTiles; ++d) {
 #pragma unroll
-      for (int n = 0; n < S::kHeadTiles; ++n) mma<S>(o[first + d][n], v[d], p[r][n]);
+      for (int i = 0; i < S::kHeadTiles; ++i) {
+        const int n = S::kShared && d % 2 == 1 ? S::kHeadTiles - 1 - i : i;  // there and back: 1 % faster with two groups
+        mma<S>(o[first + d][n], v[d], p[r][n]);
+      }
     }
   }
 }

@@ -107,11 +107,11 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
   u32 keys = ring + keys_lane(), values_of_bf16 = ring + values_lane();
   Source source = {a.kv + slice * S::kPieces * kPieceRowBytes + 16 * (lane % 8), a.kv_stride, static_cast<u32>(a.rows),
                    ring + swizzled(lane / 8, lane % 8, kPieceRowBytes)};
-  keep(keys);
-  if constexpr (!S::kFp8 && !S::kShared) keep(values_of_bf16);  // two groups have no registers for this one and the target
+  if constexpr (S::kKeepsKeys) keep(keys);
+  if constexpr (S::kKeepsTargets && !S::kFp8) keep(values_of_bf16);
   const u32& values = S::kFp8 ? keys : values_of_bf16;  // the lanes' rows of e4m3 are the same for K and V
   keep(source.base);
-  if constexpr (!kScarce && !S::kShared) keep(source.target);
+  if constexpr (S::kKeepsTargets) keep(source.target);
   // Two groups share the tiles, half a tile apart: one multiplies while the other exchanges scores. They meet when the first one has
   // read a tile and the second one has its scores of it, and the next tile is there. The second one gathers: it reads last.
   const bool gathers = !S::kShared || place.group == 1;
@@ -158,7 +158,7 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
   if constexpr (kSingle) named_arrive<64>(kRead + (warp ^ 1));
   const float limit = weight_limit<S>(listed * S::kRows);
   for (int t = 0; t < tiles; ++t) {
-    const u32 live = live_of(t);
+    u32 live = S::kLateMask ? 0 : live_of(t);
     const int buffer = S::kBuffers > 1 ? t % 2 : 0;
     Weights<S> p;
     if constexpr (S::kReplicated) {
@@ -222,11 +222,12 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
       }
       bring(t + 1);
       group_barrier();
+      if constexpr (S::kLateMask) live = live_of(t);
       add_dealt<S>(own, sm, place);
       load_scale();
       weigh_own<S>(sm, own, place, scale, live, limit, running);
-      if (gathers) read_next(t, 0);
       group_barrier();
+      if (gathers) read_next(t, 0);
       collect_weights<S>(sm, p, place);
     }
     if constexpr (!S::kEarlyValues) {

@@ -285,7 +285,7 @@ BROKEN = {
     "partial scores overwritten": Fault(16, "bf16", "named_barrier<64>(kRead + warp);\n      publish", "publish"),
     "no wait for the last copies": Fault(32, "bf16", "wait_copies<0>();\n", "\n"),
     "weights read before they are there": Fault(
-        32, "bf16", "group_barrier();\n      collect_weights", "collect_weights"
+        32, "bf16", "group_barrier();\n      if (gathers) read_next", "if (gathers) read_next"
     ),
     "tiles read before one warp has listed them": Fault(
         16,
