@@ -144,6 +144,20 @@ def test_the_profile_is_the_kept_one():
         assert us == microseconds(found[0]["us"])
 
 
+def test_calls_of_two_launches_are_those_of_the_kept_run():
+    kept = json.loads((ROOT / "docs/measurements/bench-part-nvidia-h200.json").read_text())["rows"]
+    plain = [row for row in kept if row["columns"] == row["valid"] == 2048 and row["pattern"] == "uniform"]
+    times = {tuple(row[key] for key in ("kernel", "heads", "tokens", "kv_dtype")): row["us"] for row in plain}
+    rows = table("docs/kernel.md", "| heads | KV, one launch to two | T=140 |")
+    assert len(rows) == 8
+    for heads, kv_dtype, *cells in rows:
+        for tokens, cell in zip((140, 272, 536, 1064, 2120), cells, strict=True):
+            shape = (int(heads), tokens, kv_dtype)
+            alone = times.get(("ours_one_launch", *shape))
+            shown = [] if alone is None else [microseconds(alone)]
+            assert cell == " to ".join([*shown, microseconds(times["ours", *shape])])
+
+
 def test_percents_are_those_of_the_kept_run():
     tokens = (1, 8, 64, 128, 1024, 4096)
     percents = table("docs/kernel.md", "| heads | T=1 | 8 |")
