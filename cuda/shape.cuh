@@ -64,11 +64,13 @@ struct Shape {
   // Registers allow to hold the values of a whole tile: its pieces are refilled before the softmax, not after it.
   static constexpr bool kEarlyValues = Heads == 8 && kRowTiles * kDimTiles * (Fp8 ? 2 : 4) <= 64;
   // Dims whose values are loaded at once: as many as the registers allow beside the ones in use.
-  static constexpr int kStepTiles = kEarlyValues || (Heads == 32 && !Fp8 && !kShared) ? kPieceTiles : kPieceTiles / (Heads == 32 && Fp8 ? 4 : 2);
-  // Which addresses are kept, and when a tile's mask is read: before its scores or after them. From one to the other the same loop
-  // takes 1 to 4 % more or less; what stands here was the fastest of about 400 combinations without a spill.
-  static constexpr bool kKeepsTargets = kReplicated;
+  static constexpr bool kWholePieces = kEarlyValues || (Heads == 32 && !Fp8 && !kShared);
+  static constexpr int kStepTiles = kWholePieces ? kPieceTiles : kPieceTiles / (Heads == 32 && Fp8 ? 4 : 2);
+  // Whether a lane's addresses are kept, of K, and of V and the targets of copies; and whether a tile's mask is read after its scores
+  // instead of before them. From one choice to another the same loop takes 1 to 4 % more or less: for 32 and 64 heads what stands
+  // here was the fastest of some 400 combinations without a spill.
   static constexpr bool kKeepsKeys = kReplicated || kShared;
+  static constexpr bool kKeepsTargets = kReplicated;
   static constexpr bool kLateMask = !kReplicated && (kShared || Fp8);
   // Whether the compiler is told that a warp's number is the same in all its lanes. Addresses then take uniform registers: 1 to
   // 2 % faster; with 32 heads in fp8 its schedule is 4 to 5 % slower.
