@@ -87,7 +87,7 @@ struct Shape {
   static_assert(kRing >= kPieces, "a whole tile");
   static_assert(!kShared || (Groups == 2 && !kReplicated && !Fp8 && kRing == 2 * kPieces), "two groups take turns on two tiles");
   // An index is fetched kIndexTiles ahead, has arrived kTilesAhead tiles later, and is read as long before its turn, in a tile
-  // ahead of its barrier.
+  // ahead of its barrier, or after its second one where scores are dealt.
   static_assert(kIndexTiles > 2 * kTilesAhead, "indices must arrive before the gather that uses them");
 };
 

@@ -145,7 +145,7 @@ def test_the_profile_is_the_kept_one():
 
 
 def test_calls_of_two_launches_are_those_of_the_kept_run():
-    kept = json.loads((ROOT / "docs/measurements/bench-part-nvidia-h200.json").read_text())["rows"]
+    kept = json.loads((ROOT / "docs/measurements/two-launches-nvidia-h200.json").read_text())["rows"]
     plain = [row for row in kept if row["columns"] == row["valid"] == 2048 and row["pattern"] == "uniform"]
     times = {tuple(row[key] for key in ("kernel", "heads", "tokens", "kv_dtype")): row["us"] for row in plain}
     rows = table("docs/kernel.md", "| heads | KV, one launch to two | T=140 |")

@@ -99,7 +99,8 @@ class SparseMLA:
             indices: [T, K] int32, K up to 8192; what is not in [0, rows) contributes nothing and is not read.
             scale: factor of q . k before the softmax.
             out: [T, H, 512] bf16; every element is written, zeros where a token has no valid index.
-            workspace: uint8, at least `workspace_bytes`; contents do not matter. None is enough without splits.
+            workspace: uint8, at least `workspace_bytes`; contents do not matter. None is enough where no part of the
+                call is split, as with `splits=1`.
             k_scale: one float32 on the device, the factor of e4m3 rows; 1 if left out.
             lse: [T, H] float32, natural log of the sum of exponentials; -inf where a token has no valid index.
             splits: forces the number of blocks that share an index row, 1 to 32, in one launch for all tokens.

@@ -15,6 +15,7 @@ from overlay.bench.cases import Case
 from overlay.cli import main
 from overlay.commands import bench as command
 from overlay.errors import OverlayError
+from overlay.kernel import plan as planning
 from overlay.kernel.reference import sparse_mla_reference
 from overlay.kernel.variants import VARIANTS
 
@@ -141,18 +142,20 @@ def test_flashinfer_takes_the_scales_of_fp8_rows():
     assert {"ckv_scale", "kpe_scale"} <= inspect.signature(wrapper.run).parameters.keys()
 
 
-@pytest.mark.parametrize("wrong", ["other", "half"])
+@pytest.mark.parametrize("wrong", ["other", "half", "end"])
 def test_a_peer_that_computes_something_else_is_not_timed(wrong: str):
-    """All of it beside the reference, or the right answer for the tokens that are compared and none for the rest."""
-    case = Case(8, 8, 16, 16, "bf16")
+    """All of it beside the reference, nothing but the tokens that are compared first, or the last ones wrong."""
+    case = Case(8, 12, 16, 16, "bf16")
     call = cases.inputs(case, cases.pool("bf16", torch.device("cpu")), seed=1)
     few = slice(0, runner.CHECKED_TOKENS)
 
     def attend() -> None:
         expected = sparse_mla_reference(call.q, call.kv, call.indices, call.scale)[0]
-        call.out[few if wrong == "half" else slice(None)] = (
-            expected[few] if wrong == "half" else 2 * expected
-        ).bfloat16()
+        call.out[few if wrong == "half" else slice(None)] = {
+            "other": 2 * expected,
+            "half": expected[few],
+            "end": torch.cat([expected[:-2], 2 * expected[-2:]]),
+        }[wrong].bfloat16()
 
     peer = peers.Peer("peer", lambda case, calls: [attend])
     with (
@@ -161,6 +164,46 @@ def test_a_peer_that_computes_something_else_is_not_timed(wrong: str):
     ):
         (found,) = runner._peer_rows(case, [call])
     assert found["us"] is None and "against fp64" in found["reason"]
+
+
+def test_a_call_of_two_launches_is_timed_as_one_too():
+    case = Case(64, 9, 1100, 1100, "bf16")
+    call = cases.inputs(case, cases.pool("bf16", torch.device("cpu")), seed=1)
+    asked = []
+
+    class Kernel:
+        merge_starts_early = True
+
+        def parts(self, tokens: int, columns: int):
+            return planning.parts(64, "bf16", tokens, columns, 4)
+
+        def plan(self, tokens: int, columns: int):
+            return planning.plan(64, "bf16", tokens, columns, 4)
+
+        def workspace_bytes(self, tokens: int, columns: int) -> int:
+            return 1
+
+        def __call__(self, q, kv, indices, scale, out, workspace, splits=None, variant=None) -> None:
+            asked.append((splits, variant))
+            out.copy_(sparse_mla_reference(q, kv, indices, scale)[0])
+
+    empty = torch.empty
+    with (
+        mock.patch.object(runner.SparseMLA, "load", lambda *_: Kernel()),
+        mock.patch.object(torch, "empty", lambda *size, device, **kind: empty(*size, **kind)),
+        mock.patch.object(runner, "as_on_sm120", lambda kernel: contextlib.nullcontext(dict.fromkeys(VARIANTS, 1))),
+        mock.patch.object(runner.timing, "warm", lambda calls: float(len(calls))),
+        mock.patch.object(runner.timing, "cold", lambda calls: 1.0),
+        mock.patch.object(runner.ceilings, "gather_us", lambda case, calls: 1.0),
+    ):
+        ours, alone = runner._ours(case, [call], 1.0)
+    one = Kernel().plan(9, 1100)
+    assert asked == [(None, None), (one.splits, one.variant)]
+    assert ours["rest"] == [
+        [part.tokens, part.plan.variant.name, part.plan.splits] for part in Kernel().parts(9, 1100)[1:]
+    ]
+    assert len(ours["rest"]) == 1 and alone["kernel"] == "ours_one_launch" and alone["us"] == 1.0
+    assert ours["error"] < 3e-3 and alone["error"] < 3e-3
 
 
 @pytest.mark.parametrize(

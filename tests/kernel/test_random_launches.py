@@ -82,6 +82,21 @@ def test_launches_that_are_small_enough_for_the_emulator(on_this_machine):
         launch(drawn, pool, 1)
 
 
+def test_what_splits_leave_may_be_rounded_and_nothing_else(on_this_machine):
+    """Two tokens off by more than weights and output explain: of a call of two launches, the first must not be."""
+    case = cases.Case(
+        torch.randn(2, 8, 512).bfloat16(), torch.randn(90, 512).bfloat16(), torch.randint(90, (2, 80)), None
+    )
+    expected, spread, lse = random_launches.reference(case)
+    weights = random_launches.WEIGHT_ROUNDING["bf16"] + random_launches.FP32
+    summed = (weights + 0.9 * random_launches.PARTIAL_ROUNDING) * spread
+    out = expected + summed + random_launches.OUT_ROUNDING * (expected.abs() + summed)
+    random_launches.check(case, out, lse, many_rows=False, split_from=0)
+    for split_from in (1, 2):
+        with pytest.raises(AssertionError, match="more than rounding explains"):
+            random_launches.check(case, out, lse, many_rows=False, split_from=split_from)
+
+
 def test_a_wrong_result_is_counted_and_the_report_is_kept(on_this_machine, monkeypatch):
     first = small(1)
     monkeypatch.setattr(random_launches, "draw", lambda seed, number: first[number])
