@@ -81,10 +81,14 @@ def build(program: Program, arch: str) -> Binary:
     version = "{}.{}".format(*_version(nvrtc))
     number = re.fullmatch(r"sm_(\d+)", arch)
     known = sorted(nvrtc.getSupportedArchs())
+    if number is not None and int(number[1]) < 80:
+        raise CompileError(f"the kernels cannot run on {arch}: they need sm_80 or newer (bf16 MMA and cp.async)")
     if number is None or int(number[1]) not in known:
         listed = ", ".join(f"sm_{arch}" for arch in known)
-        need = "sm_121 needs 12.9" if arch == "sm_121" else "a newer one may know it"
-        raise CompileError(f"NVRTC {version} cannot compile for {arch} (it knows {listed}); {need}: {_NVRTC}")
+        why = f"NVRTC {version} cannot compile for {arch} (it knows {listed})"
+        if number is None:
+            raise CompileError(f"{why}; an architecture reads sm_NN")
+        raise CompileError(f"{why}; {'12.9 does' if arch == 'sm_121' else 'a newer one may'}: {_NVRTC}")
     cubin, log = _compile(nvrtc, program, arch, OPTIONS)
     if "Used" not in log:
         # NVRTC 13 keeps what it compiled in the driver's cache of computations, and what comes from there has no log.
