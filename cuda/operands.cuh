@@ -224,7 +224,7 @@ __device__ __forceinline__ void multiply_values(Output<S>& o, const Weights<S>& 
     for (int d = 0; d < S::kStepTiles; ++d) {
 #pragma unroll
       for (int i = 0; i < S::kHeadTiles; ++i) {
-        const int n = S::kShared && d % 2 == 1 ? S::kHeadTiles - 1 - i : i;  // there and back: 1 % faster with two groups
+        const int n = S::kShared && d % 2 == 1 ? S::kHeadTiles - 1 - i : i;  // there and back: 0.4 % faster, two groups at 128 tokens
         mma<S>(o[first + d][n], v[d], p[r][n]);
       }
     }

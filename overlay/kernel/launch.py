@@ -65,9 +65,13 @@ class SparseMLA:
         """Whether the merge's blocks take their places while the main kernel still runs."""
         return isinstance(self._merge, EarlyFunction)
 
-    def parts(self, tokens: int, columns: int) -> tuple[Part, ...]:
-        """The launches of a call of which nothing is forced."""
-        return planning.parts(self.num_heads, self.kv_dtype, tokens, columns, self.sm_count)
+    def parts(
+        self, tokens: int, columns: int, splits: int | None = None, variant: Variant | None = None
+    ) -> tuple[Part, ...]:
+        """The launches of a call; one where `splits` or `variant` is forced."""
+        if splits is None and variant is None:
+            return planning.parts(self.num_heads, self.kv_dtype, tokens, columns, self.sm_count)
+        return (Part(0, tokens, self.plan(tokens, columns, splits, variant)),)
 
     def plan(self, tokens: int, columns: int, splits: int | None = None, variant: Variant | None = None) -> Plan:
         """How one launch is cut into blocks; `splits` and `variant` force what is else chosen."""
@@ -113,86 +117,67 @@ class SparseMLA:
         tokens, columns = indices.shape
         if tokens == 0:
             return
-        if splits is None and variant is None:
-            parts = self.parts(tokens, columns)
-        else:
-            parts = (Part(0, tokens, self.plan(tokens, columns, splits, variant)),)
+        parts = self.parts(tokens, columns, splits, variant)
         room = max(part.plan.partial_bytes(part.tokens) for part in parts)
         contract.check_workspace(workspace, self.device, room)
         stream = cupy_stream(torch.cuda.current_stream(self.device).cuda_stream)
         for part in parts:
-            self._launch(part, q, kv_rows, indices, scale, out, workspace, k_scale, lse, stream)
-
-    def _launch(
-        self,
-        part: Part,
-        q: torch.Tensor,
-        kv_rows: torch.Tensor,
-        indices: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-        workspace: torch.Tensor | None,
-        k_scale: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        stream: Any,
-    ) -> None:
-        """Launch the kernels for some of the tokens. Rows are found by address: a slice of a tensor costs host time."""
-        plan, variant = part.plan, part.plan.variant
-        split = plan.splits > 1
-        partial_outputs = workspace.data_ptr() if split else 0
-        partial_sums = partial_outputs + plan.output_bytes(part.tokens) if split else 0
-        out_pointer, out_strides = _from(out, part), (out.stride(0) * 2, out.stride(1) * 2)
-        lse_pointer, lse_stride = (0, 0) if lse is None else (_from(lse, part), lse.stride(0))
-        self._functions[variant](
-            plan.grid(part.tokens),
-            (variant.threads,),
-            (
-                _from(q, part),
-                q.stride(0) * 2,
-                q.stride(1) * 2,
-                kv_rows.data_ptr(),
-                np.uint32(kv_rows.stride(0) * kv_rows.element_size()),
-                np.int32(kv_rows.shape[0]),
-                _from(indices, part),
-                indices.stride(0),
-                np.int32(indices.shape[1]),
-                np.int32(plan.split_columns),
-                np.int32(self.num_heads),
-                np.int32(plan.head_blocks),
-                np.float32(scale * math.log2(math.e)),
-                0 if k_scale is None else k_scale.data_ptr(),
-                out_pointer,
-                *out_strides,
-                lse_pointer,
-                lse_stride,
-                partial_outputs,
-                partial_sums,
-            ),
-            shared_mem=self.shared_bytes[variant],
-            stream=stream,
-        )
-        if not split:
-            return
-        self._merge(
-            plan.merge_grid(part.tokens),
-            (32 * MERGE_WARPS,),
-            (
-                partial_outputs,
-                partial_sums,
-                np.int32(plan.splits),
-                np.int32(plan.sharers),
-                np.int32(plan.units),
-                np.int32(variant.group_heads),
-                np.int32(self.num_heads),
-                np.int32(plan.head_blocks),
-                np.int32(self.kv_dtype == "fp8"),
-                out_pointer,
-                *out_strides,
-                lse_pointer,
-                lse_stride,
-            ),
-            stream=stream,
-        )
+            plan = part.plan
+            split = plan.splits > 1
+            partial_outputs = workspace.data_ptr() if split else 0
+            partial_sums = partial_outputs + plan.output_bytes(part.tokens) if split else 0
+            out_pointer, out_strides = _from(out, part), (out.stride(0) * 2, out.stride(1) * 2)
+            lse_pointer, lse_stride = (0, 0) if lse is None else (_from(lse, part), lse.stride(0))
+            self._functions[plan.variant](
+                plan.grid(part.tokens),
+                (plan.variant.threads,),
+                (
+                    _from(q, part),
+                    q.stride(0) * 2,
+                    q.stride(1) * 2,
+                    kv_rows.data_ptr(),
+                    np.uint32(kv_rows.stride(0) * kv_rows.element_size()),
+                    np.int32(kv_rows.shape[0]),
+                    _from(indices, part),
+                    indices.stride(0),
+                    np.int32(columns),
+                    np.int32(plan.split_columns),
+                    np.int32(self.num_heads),
+                    np.int32(plan.head_blocks),
+                    np.float32(scale * math.log2(math.e)),
+                    0 if k_scale is None else k_scale.data_ptr(),
+                    out_pointer,
+                    *out_strides,
+                    lse_pointer,
+                    lse_stride,
+                    partial_outputs,
+                    partial_sums,
+                ),
+                shared_mem=self.shared_bytes[plan.variant],
+                stream=stream,
+            )
+            if not split:
+                continue
+            self._merge(
+                plan.merge_grid(part.tokens),
+                (32 * MERGE_WARPS,),
+                (
+                    partial_outputs,
+                    partial_sums,
+                    np.int32(plan.splits),
+                    np.int32(plan.sharers),
+                    np.int32(plan.units),
+                    np.int32(plan.variant.group_heads),
+                    np.int32(self.num_heads),
+                    np.int32(plan.head_blocks),
+                    np.int32(self.kv_dtype == "fp8"),
+                    out_pointer,
+                    *out_strides,
+                    lse_pointer,
+                    lse_stride,
+                ),
+                stream=stream,
+            )
 
 
 class IndexRows:
@@ -270,7 +255,7 @@ class IndexRows:
 
 
 def _from(tensor: torch.Tensor, part: Part) -> int:
-    """Address of the first token of a part."""
+    """Address of the first token of a part: a slice of the tensor would cost host time."""
     return tensor.data_ptr() + part.first * tensor.stride(0) * tensor.element_size()
 
 

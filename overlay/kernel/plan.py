@@ -64,7 +64,7 @@ MODEL = Model(
     merge_head=0.000621,
     launch=3.5,
 )
-# A second launch must promise so much of the time of one: below it what was measured was scatter.
+# A second launch must promise so much of the time of one: below it 0 to 3 % were measured, no more than scatter.
 WORTH_CUTTING = 0.03
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 
 from overlay import measurement
-from overlay.kernel.plan import Part
 from overlay.kernel.variants import MAX_COLUMNS, MAX_SPLITS
 from tests.gpu import kernel_cases as cases
 
@@ -181,8 +180,7 @@ def launch(drawn: Drawn, pool: Pool, seed: int) -> None:
         scale=drawn.scale,
     )
     many_rows = drawn.rows >= 64 and drawn.pattern == "all valid" and drawn.columns > 63
-    kernel, shape = cases.load(case), (drawn.tokens, drawn.columns)
-    parts = [Part(0, drawn.tokens, kernel.plan(*shape, drawn.splits))] if drawn.splits else kernel.parts(*shape)
+    parts = cases.load(case).parts(drawn.tokens, drawn.columns, drawn.splits)
     split_from = next((part.first for part in parts if part.plan.splits > 1), drawn.tokens)
     check(case, *cases.call(case, drawn.splits), many_rows, split_from)
 
