@@ -57,6 +57,7 @@ def test_another_parts_constants_are_found():
     assert max(before.values()) > 0.1
     assert sum(after.values()) < sum(before.values()) / 4
     assert fitted == tune.fit(measured, 132, steps=1500)
+    assert fitted.launch == MODEL.launch, "no single launch tells what a second one costs"
     headers, cells = tune.cells(measured, 132, fitted)
     assert len(cells) == len(before) and all(len(cell) == len(headers) for cell in cells)
 
