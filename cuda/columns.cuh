@@ -2,9 +2,11 @@
 #pragma once
 #include "shape.cuh"
 
-// Marks the columns of idx[0..columns) that name one of `rows` latent rows. Needs a block barrier before the bits are read.
-template <class S>
-__device__ __forceinline__ void scan_columns(Shared<S>& sm, const int* __restrict__ idx, int columns, int rows) {
+// Marks the columns of idx[0..columns) that name one of `rows` latent rows, and does something else while the first of them are on
+// their way. Needs a block barrier before the bits are read.
+template <class S, class Meanwhile>
+__device__ __forceinline__ void scan_columns(Shared<S>& sm, const int* __restrict__ idx, int columns, int rows, Meanwhile meanwhile) {
+  static_assert(kAheadColumns >= 32 * S::kWarps, "each warp has columns, and so comes to the meanwhile");
   constexpr int kBatch = 9;  // loads in flight: 2176 columns are two rounds of four warps
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int first = warp; first * 32 < columns; first += S::kWarps * kBatch) {
@@ -14,6 +16,7 @@ __device__ __forceinline__ void scan_columns(Shared<S>& sm, const int* __restric
       const int column = (first + i * S::kWarps) * 32 + lane;
       row[i] = column < columns ? __ldg(idx + column) : -1;
     }
+    if (first == warp) meanwhile();
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int word = first + i * S::kWarps;
@@ -33,19 +36,28 @@ constexpr u16 kNoTile = 0xffff;  // its columns are beyond any index row
 // never moves back.
 template <class S>
 __device__ __forceinline__ void list_live_tiles(Shared<S>& sm, int columns) {
+  constexpr int kBatch = 5;  // reads side by side: 2176 columns are one round, or two
   const int lane = threadIdx.x % 32;
   const int tiles = (columns + S::kRows - 1) / S::kRows;
   int count = 0;
-  for (int base = 0; base < tiles; base += 32) {
-    const int tile = base + lane;
-    const auto rows = tile < tiles ? sm.live[tile] : 0;
-    const u32 votes = __ballot_sync(kFullWarp, rows != 0);
-    if (rows != 0) {
-      const int position = count + __popc(votes & ((1u << lane) - 1));
-      sm.list[position] = static_cast<u16>(tile);
-      sm.live[position] = rows;
+  for (int base = 0; base < tiles; base += 32 * kBatch) {
+    typename S::RowMask rows[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int tile = base + 32 * i + lane;
+      rows[i] = tile < tiles ? sm.live[tile] : 0;
     }
-    count += __popc(votes);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const u32 votes = __ballot_sync(kFullWarp, rows[i] != 0);
+      if (rows[i] != 0) {
+        const int position = count + __popc(votes & ((1u << lane) - 1));
+        sm.list[position] = static_cast<u16>(base + 32 * i + lane);
+        sm.live[position] = rows[i];
+      }
+      count += __popc(votes);
+    }
     __syncwarp();
   }
   if (lane < S::kStreams) {  // an empty tile for the stream that has one less
@@ -57,7 +69,7 @@ __device__ __forceinline__ void list_live_tiles(Shared<S>& sm, int columns) {
 
 // Where the index of a row of a tile stands in the ring: those of one lane of a gather stand together.
 template <class S>
-__device__ __forceinline__ int ring_entry(int row) {
+__device__ __forceinline__ u32 ring_entry(u32 row) {
   return row % 4 * (S::kRows / 4) + row / 4;
 }
 
@@ -75,44 +87,67 @@ __device__ __forceinline__ void prefetch_indices(Shared<S>& sm, int stream, int 
   copy4_async(shared_address(&sm.ring[stream][position % S::kIndexTiles][ring_entry<S>(row)]), named ? sm.indices + column : &no_row);
 }
 
-// Up to kAheadColumns columns, by one warp in its registers: live tiles, their rows and the ring in one step. Needs a block barrier.
-template <class S>
-__device__ __forceinline__ void scan_few_columns(Shared<S>& sm, const int* __restrict__ idx, int columns, int rows) {
-  constexpr int kWords = kAheadColumns / 32;
-  const int lane = threadIdx.x % 32;
+// Up to kAheadColumns columns: live tiles, their rows and the ring in one step, without a word between the warps. Each sees all
+// columns and knows every tile's place; each writes what stands in its words. Without a branch, since nothing else can start:
+// tiles without a live row take the places behind the live ones, so that every entry of the ring is written. Needs a block barrier.
+template <class S, class Meanwhile>
+__device__ __forceinline__ void scan_few_columns(Shared<S>& sm, const int* __restrict__ idx, int columns, int rows,
+                                                 Meanwhile meanwhile) {
+  constexpr u32 kWords = kAheadColumns / 32, kTiles = kAheadColumns / S::kRows;
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int row[kWords];
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) row[i] = 32 * i + lane < columns ? __ldg(idx + 32 * i + lane) : kNoRow;
-  const auto entry = [&](int tile, int row) -> int& {
-    return sm.ring[tile % S::kStreams][tile / S::kStreams][ring_entry<S>(row)];
-  };
-  int count = 0;
+  for (u32 i = 0; i < kWords; ++i) row[i] = 32 * i + lane < columns ? __ldg(idx + 32 * i + lane) : kNoRow;
+  meanwhile();
+  u32 bits = 0;  // of this lane's tile
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    const u32 bits = __ballot_sync(kFullWarp, static_cast<u32>(row[i]) < static_cast<u32>(rows));
-#pragma unroll
-    for (int first = 0; first < 32; first += S::kRows) {
-      const auto live = static_cast<typename S::RowMask>(bits >> first);
-      if (live != 0) {
-        if (lane / S::kRows == first / S::kRows) entry(count, lane % S::kRows) = row[i];
-        if (lane == 0) sm.live[count] = live;
-        ++count;
-      }
-    }
+  for (u32 i = 0; i < kWords; ++i) {
+    const u32 word = __ballot_sync(kFullWarp, static_cast<u32>(row[i]) < static_cast<u32>(rows));
+    if (lane * S::kRows / 32 == i) bits = word;
   }
-  __syncwarp();  // the lanes share out what is left together
-  for (int i = count * S::kRows + lane; i < kAheadColumns; i += 32) entry(i / S::kRows, i % S::kRows) = kNoRow;
-  if (lane < S::kStreams) sm.live[count + lane] = 0;
+  const auto live = static_cast<typename S::RowMask>(bits >> lane * S::kRows % 32);
+  const u32 votes = __ballot_sync(kFullWarp, live != 0);
+  const u32 count = __popc(votes);
+  const auto place_of = [&](u32 tile) {
+    const u32 before = __popc(votes & ((1u << tile) - 1));
+    return votes >> tile & 1 ? before : count + tile - before;
+  };
+#pragma unroll
+  for (u32 i = 0; i < kWords; ++i) {
+    if (i % S::kWarps != warp) continue;
+    const u32 place = place_of((32 * i + lane) / S::kRows);
+    sm.ring[place % S::kStreams][place / S::kStreams][ring_entry<S>(lane % S::kRows)] = row[i];
+  }
+  if (warp != 0) return;
+  if (lane < kTiles) sm.live[place_of(lane)] = live;
+  if (lane < S::kStreams) sm.live[kTiles + lane] = 0;
   if (lane == 0) sm.tiles_live = count;
 }
 
-// The first indices, by the whole block. Plain loads: the scan has just brought these lines into L1.
+// The first indices, by the whole block. Plain loads: the scan has just brought these lines into L1. A loop with 32 and 64 heads, for
+// the sake of the one that follows: beside a straight line the compiler makes it 4 to 5 % slower.
 template <class S>
 __device__ __forceinline__ void fill_ring(Shared<S>& sm, const int* __restrict__ idx, int columns, int tiles) {
+  if constexpr (S::kReplicated) {
+    constexpr u32 kEntries = kAheadColumns / S::kThreads;  // of a thread
+    int named[kEntries];
 #pragma unroll
-  for (int i = threadIdx.x; i < kAheadColumns; i += S::kThreads) {
-    const int position = i / S::kRows, row = i % S::kRows;
-    const int column = position < tiles ? sm.list[position] * S::kRows + row : columns;
-    sm.ring[position % S::kStreams][position / S::kStreams][ring_entry<S>(row)] = column < columns ? __ldg(idx + column) : kNoRow;
+    for (u32 i = 0; i < kEntries; ++i) {
+      const u32 entry = threadIdx.x + i * S::kThreads, position = entry / S::kRows;
+      const int column = position < tiles ? sm.list[position] * S::kRows + entry % S::kRows : columns;
+      named[i] = column < columns ? __ldg(idx + column) : kNoRow;
+    }
+#pragma unroll
+    for (u32 i = 0; i < kEntries; ++i) {
+      const u32 entry = threadIdx.x + i * S::kThreads, position = entry / S::kRows;
+      sm.ring[position % S::kStreams][position / S::kStreams][ring_entry<S>(entry % S::kRows)] = named[i];
+    }
+  } else {
+#pragma unroll
+    for (int i = threadIdx.x; i < kAheadColumns; i += S::kThreads) {
+      const int position = i / S::kRows, row = i % S::kRows;
+      const int column = position < tiles ? sm.list[position] * S::kRows + row : columns;
+      sm.ring[position % S::kStreams][position / S::kStreams][ring_entry<S>(row)] = column < columns ? __ldg(idx + column) : kNoRow;
+    }
   }
 }

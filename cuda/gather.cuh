@@ -70,14 +70,3 @@ __device__ __forceinline__ void stage_query(u8* stage, const u8* __restrict__ q,
   }
   commit_copies();
 }
-
-// A quarter of the output, staged as rows of 128 bf16 elements, to global memory.
-template <class S>
-__device__ __forceinline__ void store_output(const u8* stage, u8* __restrict__ out, i64 head_stride, int heads) {
-  const int lane = threadIdx.x % 32, chunk = lane % 16;
-#pragma unroll
-  for (int head = lane / 16; head < S::kHeads; head += 2) {
-    const uint4 data = *reinterpret_cast<const uint4*>(stage + swizzled(head, chunk, 256));
-    if (head < heads) *reinterpret_cast<uint4*>(out + head * head_stride + 16 * chunk) = data;
-  }
-}

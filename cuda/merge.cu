@@ -21,47 +21,21 @@ struct Merge {
 
 // What the warps of a block share.
 struct MergeShared {
-  float2 weights[kMergeWarps][kMaxSplits][4];  // of the heads 2j and 2j+1
-  float4 shares[kMergeWarps][2][32];
+  struct alignas(16) Warp {
+    float2 weights[kMaxSplits][4];  // of the heads 2j and 2j+1
+    float4 share[2][32];
+  } warps[kMergeWarps];  // in the end, units on their way to rows
 };
 
-// Four words a lane become those of four lanes: word i of lane j of a quad goes to lane i as its word j.
-__device__ __forceinline__ void transpose_quad(u32 (&words)[4]) {
-  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const u32 taken = __shfl_xor_sync(kFullWarp, odd ? words[i] : words[i + 1], 1);
-    (odd ? words[i] : words[i + 1]) = taken;
-  }
+__device__ __forceinline__ void stage_merged(const Merge& m, const float (&merged)[2][4], u8* stage) {
+  u32 pairs[2][2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const u32 taken = __shfl_xor_sync(kFullWarp, upper ? words[i] : words[i + 2], 2);
-    (upper ? words[i] : words[i + 2]) = taken;
-  }
-}
-
-// Rows of bf16 from one unit, `target` being its first dim of head 0.
-__device__ __forceinline__ void write_unit(const Merge& m, const float (&merged)[2][4], u8* target, int row) {
-  const int lane = threadIdx.x % 32, c = lane / 4, j = lane % 4;
-  if (m.paired_dims) {  // fp8: this lane holds dims 2c and 2c+1 of either fragment, of heads 2j and 2j+1
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      u8* head = target + (row + 2 * j + i) * m.out_head_stride + 4 * c;
-      if (row + 2 * j + i < m.heads) {
-        *reinterpret_cast<u32*>(head) = pack_bf16(merged[0][i], merged[0][i + 2]);
-        *reinterpret_cast<u32*>(head + 32) = pack_bf16(merged[1][i], merged[1][i + 2]);
-      }
-    }
-  } else {  // after the first transposition: dims 8i + 2j and 8i + 2j + 1 of head c; after the second one: dims 8j to 8j+7
-    u32 words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = transpose_matrix(pack_bf16(merged[i / 2][i % 2 * 2], merged[i / 2][i % 2 * 2 + 1]));
-    transpose_quad(words);
-    if (row + c < m.heads) {
-      u8* head = target + (row + c) * m.out_head_stride + 16 * j;
-      *reinterpret_cast<uint4*>(head) = make_uint4(words[0], words[1], words[2], words[3]);
-    }
+    for (int half = 0; half < 2; ++half) pairs[i][half] = pack_bf16(merged[i][2 * half], merged[i][2 * half + 1]);
   }
+  if (m.paired_dims) stage_unit<true>(stage, pairs);
+  else stage_unit<false>(stage, pairs);
 }
 
 // `Units` units of a warp at once, of as many splits as that leaves in flight: all there are, but for a single unit.
@@ -77,22 +51,29 @@ __device__ __forceinline__ void merge_units(const Merge& m, MergeShared& sm) {
   const int sharers = Units == 1 ? m.sharers : 1;
   const int share = warp % sharers;
   const int unit = (blockIdx.y * kMergeWarps + warp) / sharers * Units;
-  const i64 output_stride = m.head_blocks * outputs_of_block(m.block_heads);
-  const i64 sum_stride = m.head_blocks * sums_of_block(m.block_heads);
-  const uint4* source = m.partial_outputs + first_block * outputs_of_block(m.block_heads) +
-                        (unit * head_tiles + head_tile) * 32 + lane;
-  const float2* sums = m.partial_sums + first_block * sums_of_block(m.block_heads);
-  const float* scales = reinterpret_cast<const float*>(sums + m.block_heads) + unit / (kUnits / kQuarters);
-  sums += 8 * head_tile + 2 * j;
+  // From split to split, in bytes: an address is one multiplication.
+  const u32 output_stride = m.head_blocks * outputs_of_block(m.block_heads) * sizeof(uint4);
+  const u32 sum_stride = m.head_blocks * sums_of_block(m.block_heads) * sizeof(float2);
+  const float2* block_sums = m.partial_sums + first_block * sums_of_block(m.block_heads);
+  const u8* outputs = reinterpret_cast<const u8*>(m.partial_outputs + first_block * outputs_of_block(m.block_heads) +
+                                                  (unit * head_tiles + head_tile) * 32 + lane);
+  const u8* sums = reinterpret_cast<const u8*>(block_sums + 8 * head_tile + 2 * j);
+  const u8* scales = reinterpret_cast<const u8*>(reinterpret_cast<const float*>(block_sums + m.block_heads) + unit / (kUnits / kQuarters));
+  const int row = head_block * m.block_heads + 8 * head_tile;
+  u8* target = m.out + token * m.out_token_stride + (row + c) * m.out_head_stride + unit * kUnitDims * 2 + 16 * j;
+  // Left alone, the compiler works out where everything is after the wait, 250 clocks of nothing else. No address is 1.
+  if (reinterpret_cast<u64>(outputs) + reinterpret_cast<u64>(sums) + reinterpret_cast<u64>(scales) + reinterpret_cast<u64>(target) == 1) return;
 
+  MergeShared::Warp& own = sm.warps[warp];
   uint4 part[kSplits][Units];
   const auto fetch = [&](int first) {
 #pragma unroll
     for (int i = 0; i < kSplits; ++i) {
-      const int split = first + i * sharers;
+      const u32 split = first + i * sharers;
 #pragma unroll
       for (int u = 0; u < Units; ++u) {
-        if (split < m.splits) part[i][u] = __ldcg(source + split * output_stride + u * head_tiles * 32);
+        const u8* output = outputs + static_cast<u64>(split) * output_stride + u * head_tiles * 32 * sizeof(uint4);
+        if (split < m.splits) part[i][u] = __ldcg(reinterpret_cast<const uint4*>(output));
       }
     }
   };
@@ -103,12 +84,12 @@ __device__ __forceinline__ void merge_units(const Merge& m, MergeShared& sm) {
   float maximum[2] = {kLowest, kLowest};
 #pragma unroll
   for (int i = 0; i < kMaxSplits / 8; ++i) {
-    const int split = 8 * i + c;
+    const u32 split = 8 * i + c;
     pair[i] = make_float4(kLowest, 0.0f, kLowest, 0.0f);
     scale[i] = 0.0f;
     if (split < m.splits) {
-      pair[i] = __ldcg(reinterpret_cast<const float4*>(sums + split * sum_stride));
-      scale[i] = __ldcg(scales + split * sum_stride * 2);
+      pair[i] = __ldcg(reinterpret_cast<const float4*>(sums + static_cast<u64>(split) * sum_stride));
+      scale[i] = __ldcg(reinterpret_cast<const float*>(scales + static_cast<u64>(split) * sum_stride));
     }
   }
 #pragma unroll
@@ -124,44 +105,42 @@ __device__ __forceinline__ void merge_units(const Merge& m, MergeShared& sm) {
   float sum[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int i = 0; i < kMaxSplits / 8; ++i) {
-    if (8 * i < m.splits) {
-      pair[i].x = exp2_approx(pair[i].x - maximum[0]) * pair[i].y;
-      pair[i].z = exp2_approx(pair[i].z - maximum[1]) * pair[i].w;
-      sum[0] += pair[i].x;
-      sum[1] += pair[i].z;
-    }
+    pair[i].x = exp2_approx(pair[i].x - maximum[0]) * pair[i].y;
+    pair[i].z = exp2_approx(pair[i].z - maximum[1]) * pair[i].w;
+    sum[0] += pair[i].x;
+    sum[1] += pair[i].z;
   }
 #pragma unroll
   for (int lanes = 4; lanes < 32; lanes *= 2) {
     sum[0] += __shfl_xor_sync(kFullWarp, sum[0], lanes);
     sum[1] += __shfl_xor_sync(kFullWarp, sum[1], lanes);
   }
-  const float norm[2] = {sum[0] == 0.0f ? 0.0f : 1.0f / sum[0], sum[1] == 0.0f ? 0.0f : 1.0f / sum[1]};
+  const float norm[2] = {sum[0] == 0.0f ? 0.0f : reciprocal(sum[0]), sum[1] == 0.0f ? 0.0f : reciprocal(sum[1])};
 #pragma unroll
   for (int i = 0; i < kMaxSplits / 8; ++i) {
     // What an empty split has left for a scale is as old as its outputs.
-    if (8 * i < m.splits) {
-      sm.weights[warp][8 * i + c][j] = make_float2(pair[i].y == 0.0f ? 0.0f : pair[i].x * norm[0] * scale[i],
-                                                   pair[i].w == 0.0f ? 0.0f : pair[i].z * norm[1] * scale[i]);
-    }
+    own.weights[8 * i + c][j] = make_float2(pair[i].y == 0.0f ? 0.0f : pair[i].x * norm[0] * scale[i],
+                                            pair[i].w == 0.0f ? 0.0f : pair[i].z * norm[1] * scale[i]);
   }
   __syncwarp();
 
   float merged[Units][2][4] = {};  // of each unit, two fragments
   const auto add = [&](int first) {
+    float2 weight[kSplits];  // all asked for before the first one is used
+#pragma unroll
+    for (int i = 0; i < kSplits; ++i) weight[i] = own.weights[(first + i * sharers) % kMaxSplits][j];
 #pragma unroll
     for (int i = 0; i < kSplits; ++i) {
       if (first + i * sharers < m.splits) {
-        const float2 weight = sm.weights[warp][first + i * sharers][j];
-        if (weight.x != 0.0f || weight.y != 0.0f) {
+        const bool used = weight[i].x != 0.0f || weight[i].y != 0.0f;
 #pragma unroll
-          for (int u = 0; u < Units; ++u) {
-            const u32 words[4] = {part[i][u].x, part[i][u].y, part[i][u].z, part[i][u].w};
+        for (int u = 0; u < Units; ++u) {
+          const u32 words[4] = {part[i][u].x, part[i][u].y, part[i][u].z, part[i][u].w};
 #pragma unroll
-            for (int w = 0; w < 4; ++w) {
-              merged[u][w / 2][w % 2 * 2] += weight.x * low_f16(words[w]);
-              merged[u][w / 2][w % 2 * 2 + 1] += weight.y * high_f16(words[w]);
-            }
+          for (int w = 0; w < 4; ++w) {
+            const u32 word = used ? words[w] : 0;
+            merged[u][w / 2][w % 2 * 2] += weight[i].x * low_f16(word);
+            merged[u][w / 2][w % 2 * 2 + 1] += weight[i].y * high_f16(word);
           }
         }
       }
@@ -174,29 +153,40 @@ __device__ __forceinline__ void merge_units(const Merge& m, MergeShared& sm) {
       add(first);
     }
     if (sharers > 1) {
-      float(&own)[2][4] = merged[0];
+      float(&sums)[2][4] = merged[0];
       if (share > 0) {
 #pragma unroll
-        for (int f = 0; f < 2; ++f) sm.shares[warp][f][lane] = make_float4(own[f][0], own[f][1], own[f][2], own[f][3]);
+        for (int f = 0; f < 2; ++f) own.share[f][lane] = make_float4(sums[f][0], sums[f][1], sums[f][2], sums[f][3]);
       }
       __syncthreads();
       if (share > 0) return;
-      for (int i = 1; i < sharers; ++i) {
 #pragma unroll
-        for (int f = 0; f < 2; ++f) add_fragment(own[f], sm.shares[warp + i][f][lane]);
+      for (int i = 1; i < kMergeWarps; ++i) {
+        if (i < sharers) {
+#pragma unroll
+          for (int f = 0; f < 2; ++f) add_fragment(sums[f], sm.warps[warp + i].share[f][lane]);
+        }
       }
     }
   }
-  const int row = head_block * m.block_heads + 8 * head_tile;
+  static_assert(sizeof(own) >= Units * kUnitBytes, "units of a warp");
+  u8* stage = reinterpret_cast<u8*>(&own);
+  __syncwarp();  // the weights have been read
+#pragma unroll
+  for (int u = 0; u < Units; ++u) stage_merged(m, merged[u], stage + u * kUnitBytes);
+  __syncwarp();
+  const bool real = row + c < m.heads;
+#pragma unroll
+  for (int u = 0; u < Units; ++u) {
+    const uint4 dims = unit_row(stage + u * kUnitBytes);
+    if (real) *reinterpret_cast<uint4*>(target + u * kUnitDims * 2) = dims;
+  }
   if (m.lse != nullptr && unit == 0 && lane < 4) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (row + 2 * j + i < m.heads) m.lse[token * m.lse_stride + row + 2 * j + i] = natural_lse(maximum[i], sum[i]);
     }
   }
-  u8* target = m.out + token * m.out_token_stride + unit * kUnitDims * 2;
-#pragma unroll
-  for (int u = 0; u < Units; ++u) write_unit(m, merged[u], target + u * kUnitDims * 2, row);
 }
 
 // Grid: x = token, head block, head tile (last fastest); y = groups of kMergeWarps * units / sharers of the units of a head tile.

@@ -6,7 +6,7 @@
 // bf16 rows are multiplied in bf16. e4m3 rows become f16, exactly, as the fragment is loaded; Q goes to f16 with a power of two
 // per head that brings its largest element near the top of f16's range.
 #pragma once
-#include "gather.cuh"
+#include "rows.cuh"
 
 template <class S>
 using Query = u32[S::kDimTiles][S::kHeadTiles][2];
@@ -73,22 +73,29 @@ __device__ __forceinline__ void load_query(Query<S>& q, const u8* stage, const P
   }
 }
 
-// fp8 only: the largest magnitude of each head over this warp's slice. Bits of non-negative floats order like the floats.
+// fp8 only: the largest magnitude of each head over this warp's slice, or where streams have the same Q, its part of it. Bits of
+// numbers without a sign order like the numbers.
 template <class S>
 __device__ __forceinline__ void publish_query_max(Shared<S>& sm, const Query<S>& q, const Place<S>& place) {
+  constexpr int kSteps = S::kDimTiles / S::kStreams;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < S::kHeadTiles; ++n) {
-    u32 largest = 0;
+    const auto largest_from = [&](int first) {
+      u32 pairs[2] = {0, 0};
 #pragma unroll
-    for (int k = 0; k < S::kDimTiles; ++k) {
+      for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) largest = max(largest, max(q[k][n][i] << 16 & 0x7fff0000u, q[k][n][i] & 0x7fff0000u));
-    }
+        for (int i = 0; i < 2; ++i) pairs[i] = larger_bf16(pairs[i], q[first + k][n][i] & 0x7fff7fffu);
+      }
+      const u32 pair = larger_bf16(pairs[0], pairs[1]);
+      return max(pair << 16, pair & 0xffff0000u);
+    };
+    u32 largest = place.stream == 0 ? largest_from(0) : largest_from(kSteps * (S::kStreams - 1));
     largest = max(largest, __shfl_xor_sync(kFullWarp, largest, 1));
     largest = max(largest, __shfl_xor_sync(kFullWarp, largest, 2));
     const int head = 8 * place.head_tile(n) + lane / 4;
-    if (lane % 4 == 0 && place.stream == 0) sm.query_max(place.slice)[head] = largest;
+    if (lane % 4 == 0) sm.query_max(place.slice * S::kStreams + place.stream)[head] = largest;
   }
 }
 
@@ -97,7 +104,7 @@ template <class S>
 __device__ __forceinline__ u32 query_exponent(const Shared<S>& sm, int head) {
   u32 largest = 0;
 #pragma unroll
-  for (int slice = 0; slice < S::kSlices; ++slice) largest = max(largest, sm.query_max(slice)[head]);
+  for (int part = 0; part < S::kSlices * S::kStreams; ++part) largest = max(largest, sm.query_max(part)[head]);
   return half_exponent(largest);
 }
 
@@ -226,30 +233,6 @@ __device__ __forceinline__ void multiply_values(Output<S>& o, const Weights<S>& 
       for (int i = 0; i < S::kHeadTiles; ++i) {
         const int n = S::kShared && d % 2 == 1 ? S::kHeadTiles - 1 - i : i;  // there and back: 0.4 % faster, two groups at 128 tokens
         mma<S>(o[first + d][n], v[d], p[r][n]);
-      }
-    }
-  }
-}
-
-// Output fragments, scaled per head, as bf16 rows into the staging area.
-template <class S>
-__device__ __forceinline__ void stage_output(u8* stage, const Quarter<S>& o, const float (&norm)[S::kHeadTiles][2]) {
-  const int lane = threadIdx.x % 32, c = lane / 4, j = lane % 4;
-#pragma unroll
-  for (int n = 0; n < S::kHeadTiles; ++n) {
-    const int head = 8 * n;
-#pragma unroll
-    for (int d = 0; d < kQuarterTiles; ++d) {
-      const float first = o[d][n][0] * norm[n][0], second = o[d][n][1] * norm[n][1];
-      const float third = o[d][n][2] * norm[n][0], fourth = o[d][n][3] * norm[n][1];
-      if constexpr (S::kFp8) {  // dims 16 d + 2 c and the next, heads 2 j and the next
-        const int chunk = 2 * d + c / 4, byte = c % 4 * 4;
-        *reinterpret_cast<u32*>(stage + swizzled(head + 2 * j, chunk, 256) + byte) = pack_bf16(first, third);
-        *reinterpret_cast<u32*>(stage + swizzled(head + 2 * j + 1, chunk, 256) + byte) = pack_bf16(second, fourth);
-      } else {  // after the transposition: head c, dims 16 d + 2 j and the next, then the same plus 8
-        const u32 lower = transpose_matrix(pack_bf16(first, second)), upper = transpose_matrix(pack_bf16(third, fourth));
-        *reinterpret_cast<u32*>(stage + swizzled(head + c, 2 * d, 256) + 4 * j) = lower;
-        *reinterpret_cast<u32*>(stage + swizzled(head + c, 2 * d + 1, 256) + 4 * j) = upper;
       }
     }
   }

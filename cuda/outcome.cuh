@@ -36,22 +36,63 @@ __device__ __forceinline__ void write_rows(u8* stage, const SparseMla& a, const 
     norm[n][0] *= kv_scale;
     norm[n][1] *= kv_scale;
   }
-  stage_output<S>(stage, o, norm);
+  constexpr int kUnitsOfQuarter = kQuarterDims / kUnitDims;
+#pragma unroll
+  for (int n = 0; n < S::kHeadTiles; ++n) {
+#pragma unroll
+    for (int unit = 0; unit < kUnitsOfQuarter; ++unit) {
+      u32 pairs[2][2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float(&f)[4] = o[2 * unit + i][n];
+        pairs[i][0] = pack_bf16(f[0] * norm[n][0], f[1] * norm[n][1]);
+        pairs[i][1] = pack_bf16(f[2] * norm[n][0], f[3] * norm[n][1]);
+      }
+      stage_unit<S::kFp8>(stage + (n * kUnitsOfQuarter + unit) * kUnitBytes, pairs);
+    }
+  }
   __syncwarp();
-  const int first_head = head_block * S::kHeads;
-  u8* out = a.out + token * a.out_token_stride + first_head * a.out_head_stride + quarter * kQuarterDims * 2;
-  store_output<S>(stage, out, a.out_head_stride, a.heads - first_head);
+  const int lane = threadIdx.x % 32, first_head = head_block * S::kHeads + lane / 4;
+  u8* out = a.out + token * a.out_token_stride + first_head * a.out_head_stride + quarter * kQuarterDims * 2 + 16 * (lane % 4);
+#pragma unroll
+  for (int n = 0; n < S::kHeadTiles; ++n) {
+#pragma unroll
+    for (int unit = 0; unit < kUnitsOfQuarter; ++unit) {
+      const uint4 row = unit_row(stage + (n * kUnitsOfQuarter + unit) * kUnitBytes);
+      if (first_head + 8 * n < a.heads) *reinterpret_cast<uint4*>(out + 8 * n * a.out_head_stride + unit * kUnitDims * 2) = row;
+    }
+  }
 }
 
-// This block among all blocks of partial results.
-__device__ __forceinline__ i64 partial_block(const SparseMla& a, int token, int head_block) {
-  return (static_cast<i64>(token) * gridDim.y + blockIdx.y) * a.head_blocks + head_block;
+// Log-sum-exps of two heads of a token, where they are asked for.
+template <class S>
+__device__ __forceinline__ void write_lse(const SparseMla& a, int token, int head, const float (&maximum)[2], const float (&sum)[2]) {
+  if (a.lse == nullptr) return;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (head + i < a.heads) a.lse[token * a.lse_stride + head + i] = natural_lse(maximum[i], sum[i]);
+  }
 }
+
+// What a block leaves to the merge: its outputs, and its maxima and sums.
+struct Partial {
+  uint4* outputs;
+  float2* sums;
+  template <class S>
+  __device__ __forceinline__ static Partial of(const SparseMla& a, int token, int head_block) {
+    const i64 block = static_cast<i64>((token * gridDim.y + blockIdx.y) * a.head_blocks + head_block);
+    return {a.partial_outputs + block * outputs_of_block(S::kHeads), a.partial_sums + block * sums_of_block(S::kHeads)};
+  }
+  // Of two heads, the first one even.
+  __device__ __forceinline__ void leave_sums(int head, const float (&maximum)[2], const float (&sum)[2]) const {
+    *reinterpret_cast<float4*>(sums + head) = make_float4(maximum[0], sum[0], maximum[1], sum[1]);
+  }
+};
 
 // Leaves this warp's quarter of the outcome to the merge.
 template <class S>
-__device__ __forceinline__ void leave_quarter(const SparseMla& a, const Quarter<S>& o, const float (&norm)[S::kHeadTiles][2],
-                                              float kv_scale, int token, int head_block, int quarter) {
+__device__ __forceinline__ void leave_quarter(const Partial& partial, const Quarter<S>& o, const float (&norm)[S::kHeadTiles][2],
+                                              float kv_scale, int quarter) {
   const int lane = threadIdx.x % 32;
   float largest = 0.0f;
 #pragma unroll
@@ -64,12 +105,9 @@ __device__ __forceinline__ void leave_quarter(const SparseMla& a, const Quarter<
       largest = fmaxf(largest, of_head * norm[n][i]);
     }
   }
-#pragma unroll
-  for (int lanes = 1; lanes < 32; lanes *= 2) largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, lanes));
-  const u32 exponent = half_exponent(__float_as_uint(largest));
+  const u32 exponent = half_exponent(largest_of_warp(__float_as_uint(largest)));
   const float factor = half_factor(exponent);
-  const i64 block = partial_block(a, token, head_block);
-  uint4* outputs = a.partial_outputs + block * outputs_of_block(S::kHeads) + quarter * (kQuarterTiles / 2 * S::kHeadTiles * 32) + lane;
+  uint4* outputs = partial.outputs + quarter * (kQuarterTiles / 2 * S::kHeadTiles * 32) + lane;
 #pragma unroll
   for (int n = 0; n < S::kHeadTiles; ++n) {
     const float first = norm[n][0] * factor, second = norm[n][1] * factor;
@@ -80,21 +118,7 @@ __device__ __forceinline__ void leave_quarter(const SparseMla& a, const Quarter<
                      pack_f16(o[d + 1][n][0] * first, o[d + 1][n][1] * second), pack_f16(o[d + 1][n][2] * first, o[d + 1][n][3] * second));
     }
   }
-  if (lane == 0) {
-    float2* sums = a.partial_sums + block * sums_of_block(S::kHeads) + S::kHeads;
-    reinterpret_cast<float*>(sums)[quarter] = half_inverse_factor(exponent) * kv_scale;
-  }
-}
-
-// Maximum and sum of one head: the log-sum-exp, or the pair that the merge needs.
-template <class S>
-__device__ __forceinline__ void write_sums(const SparseMla& a, int token, int head_block, int head, float maximum, float sum) {
-  const int row = head_block * S::kHeads + head;
-  if (gridDim.y > 1) {
-    a.partial_sums[partial_block(a, token, head_block) * sums_of_block(S::kHeads) + head] = make_float2(maximum, sum);
-  } else if (a.lse != nullptr && row < a.heads) {
-    a.lse[token * a.lse_stride + row] = natural_lse(maximum, sum);
-  }
+  if (lane == 0) reinterpret_cast<float*>(partial.sums + S::kHeads)[quarter] = half_inverse_factor(exponent) * kv_scale;
 }
 
 // Two streams have summed different rows of the same heads and dims. Each hands one half of its dims to the other and keeps the

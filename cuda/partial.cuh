@@ -12,8 +12,7 @@
 #pragma once
 #include "softmax.cuh"
 
-constexpr int kUnitDims = 32;  // of one uint4 a lane
 constexpr int kUnits = kLatent / kUnitDims;
 
-__device__ __forceinline__ i64 outputs_of_block(int heads) { return heads * (kLatent * 2 / 16); }          // uint4
-__device__ __forceinline__ i64 sums_of_block(int heads) { return heads + kQuarters * sizeof(float) / sizeof(float2); }  // float2
+__device__ __forceinline__ int outputs_of_block(int heads) { return heads * (kLatent * 2 / 16); }          // uint4
+__device__ __forceinline__ int sums_of_block(int heads) { return heads + kQuarters * sizeof(float) / sizeof(float2); }  // float2

@@ -117,6 +117,20 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// 1 / x to the last bit but one, without the branches of a division.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The largest of a warp's numbers.
+__device__ __forceinline__ u32 largest_of_warp(u32 number) {
+  u32 largest;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(largest) : "r"(number));
+  return largest;
+}
+
 // Two floats to a pair of 16-bit numbers, `low` in the low half.
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
   u32 packed;
@@ -128,6 +142,13 @@ __device__ __forceinline__ u32 pack_f16(float low, float high) {
   u32 packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+}
+
+// The larger ones of two pairs of bf16 without a sign.
+__device__ __forceinline__ u32 larger_bf16(u32 one, u32 other) {
+  u32 larger;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(one), "r"(other));
+  return larger;
 }
 
 __device__ __forceinline__ float low_bf16(u32 pair) { return __uint_as_float(pair << 16); }

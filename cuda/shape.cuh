@@ -67,10 +67,10 @@ struct Shape {
   static constexpr bool kWholePieces = kEarlyValues || (Heads == 32 && !Fp8 && !kShared);
   static constexpr int kStepTiles = kWholePieces ? kPieceTiles : kPieceTiles / (Heads == 32 && Fp8 ? 4 : 2);
   // Whether a lane's addresses are kept, of K, and of V and the targets of copies; and whether a tile's mask is read after its scores
-  // instead of before them. From one choice to another the same loop takes 1 to 4 % more or less: for 32 and 64 heads what stands
-  // here was within 0.5 % of the fastest of some 500 combinations without a spill.
-  static constexpr bool kKeepsKeys = kReplicated || kShared;
-  static constexpr bool kKeepsTargets = kReplicated;
+  // instead of before them. From one choice to another, and with what stands before and after it, the same loop takes 1 to 8 % more
+  // or less: what stands here was within 1 % of the fastest of some 1,700 combinations without a spill.
+  static constexpr bool kKeepsKeys = Heads == 8 || kShared;
+  static constexpr bool kKeepsTargets = Heads == 8;
   static constexpr bool kLateMask = !kReplicated && (kShared || Fp8);
   // Whether the compiler is told that a warp's number is the same in all its lanes. Addresses then take uniform registers: 1 to
   // 2 % faster; with 32 heads in fp8 its schedule is 4 to 5 % slower.
@@ -112,10 +112,10 @@ struct Shared {
   int columns, token, first_head_block;
   float kv_scale;
 
-  // [slice][head], fp8 only: largest magnitude of Q, as the bits of a float. There are no scores yet.
-  __device__ __forceinline__ u32* query_max(int slice) { return reinterpret_cast<u32*>(partial) + slice * S::kHeads; }
-  __device__ __forceinline__ const u32* query_max(int slice) const {
-    return reinterpret_cast<const u32*>(partial) + slice * S::kHeads;
+  // [slice, stream][head], fp8 only: largest magnitude of a part of Q, as the bits of a float. There are no scores yet.
+  __device__ __forceinline__ u32* query_max(int part) { return reinterpret_cast<u32*>(partial) + part * S::kHeads; }
+  __device__ __forceinline__ const u32* query_max(int part) const {
+    return reinterpret_cast<const u32*>(partial) + part * S::kHeads;
   }
 };
 

@@ -65,6 +65,8 @@ def build(
     text = "\n".join(parts).replace(
         "extern __shared__ __align__(1024) u8 dynamic_shared[];", "u8* dynamic_shared = emulator::shared_memory;"
     )
+    # What is declared in the source is an object of the host's, beyond the reach of a shared address.
+    text = re.sub(r"__shared__ (\w+) (\w+);", r"\1& \2 = *reinterpret_cast<\1*>(emulator::shared_memory);", text)
     for old, new in changes:
         assert old in text, f"nothing to change: {old}"
         text = text.replace(old, new)

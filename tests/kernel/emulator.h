@@ -456,8 +456,20 @@ inline void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 
 inline float exp2_approx(float x) { return std::exp2(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
+inline u32 largest_of_warp(u32 number) {
+  return *emulator::together("redux", {number}, [](emulator::Warp& warp) {
+    u32 largest = 0;
+    for (int lane = 0; lane < 32; ++lane) largest = std::max(largest, warp.in[lane][0]);
+    for (int lane = 0; lane < 32; ++lane) warp.out[lane][0] = largest;
+  });
+}
 inline u32 pack_bf16(float low, float high) { return emulator::to_bf16(low) | static_cast<u32>(emulator::to_bf16(high)) << 16; }
 inline u32 pack_f16(float low, float high) { return emulator::to_half(low) | static_cast<u32>(emulator::to_half(high)) << 16; }
+inline u32 larger_bf16(u32 one, u32 other) {
+  const auto larger = [](u32 a, u32 b) { return std::isnan(emulator::from_bf16(a)) ? b : std::isnan(emulator::from_bf16(b)) ? a : std::max(a, b); };
+  return larger(one & 0xffff, other & 0xffff) | larger(one >> 16, other >> 16) << 16;
+}
 inline float low_bf16(u32 pair) { return emulator::from_bf16(static_cast<u16>(pair)); }
 inline float high_bf16(u32 pair) { return emulator::from_bf16(static_cast<u16>(pair >> 16)); }
 
