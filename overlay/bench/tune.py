@@ -23,7 +23,7 @@ from overlay.kernel.variants import VARIANTS, Variant, variants_for
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SPLITS = (1, 2, 3, 4, 6, 8, 11, 16, 22, 32)
 COLUMNS = 2048
-STEPS = 10_000
+STEPS = 15_000
 _BY_NAME = {variant.name: variant for variant in VARIANTS}
 
 

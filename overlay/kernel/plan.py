@@ -42,26 +42,26 @@ class Model(NamedTuple):
 
 
 # Fitted to 982 launches on an H200 by `python -m overlay bench --tune`: 8 to 64 heads, 1 to 256 tokens of 2048 columns,
-# every variant and split count. Of the 72 shapes 68 get the fastest launch that was measured, three one that is up to
-# 0.8 % slower and one, 16 heads at 8 tokens, 4.8 %. Beyond those shapes it extrapolates. Only ratios matter, so the
-# choice holds for other parts as far as their multiprocessors are alike. Since then columns of 32 heads have become 4 %
-# and those of 64 heads 1 % cheaper. `launch` is what measured times have beyond the model's, 3.0 to 4.6 us.
+# every variant and split count. Of the 72 shapes 69 get the fastest launch that was measured, and the others one that
+# is up to 1.3 % slower, 32 heads at 8 tokens most. Beyond those shapes it extrapolates. Only ratios matter, so the
+# choice holds for other parts as far as their multiprocessors are alike. `launch` is about what measured times have
+# beyond the model's: 3.7 us on average, 0.9 to 4.5 up to 64 tokens.
 MODEL = Model(
     blocks={
-        "sparse_mla_h8_bf16": Cost(1.72, 0.0247, 0.489),
-        "sparse_mla_h16_bf16": Cost(2.5, 0.0326, 0.275),
-        "sparse_mla_h32_bf16": Cost(2.64, 0.0411, 0.251),
-        "sparse_mla_h64_bf16": Cost(3.05, 0.0505, 0.502),
-        "sparse_mla_h8_bf16_deep": Cost(3.09, 0.0186, 2.61),
-        "sparse_mla_h16_bf16_deep": Cost(3.93, 0.0214, 0.141),
-        "sparse_mla_h8_fp8": Cost(2.06, 0.0155, 0.433),
-        "sparse_mla_h16_fp8": Cost(3.18, 0.0232, 0.263),
-        "sparse_mla_h32_fp8": Cost(1.73, 0.0348, 0.359),
+        "sparse_mla_h8_bf16": Cost(1.36, 0.0248, 0.484),
+        "sparse_mla_h16_bf16": Cost(1.92, 0.0314, 0.289),
+        "sparse_mla_h32_bf16": Cost(2.19, 0.0403, 0.246),
+        "sparse_mla_h64_bf16": Cost(2.26, 0.0498, 0.589),
+        "sparse_mla_h8_bf16_deep": Cost(2.1, 0.019, 2.82),
+        "sparse_mla_h16_bf16_deep": Cost(3.31, 0.0208, 0.137),
+        "sparse_mla_h8_fp8": Cost(1.98, 0.0159, 0.396),
+        "sparse_mla_h16_fp8": Cost(2.8, 0.023, 0.282),
+        "sparse_mla_h32_fp8": Cost(1.7, 0.0356, 0.272),
     },
-    split_head=0.0302,
-    merge=0.318,
-    merge_split=0.00741,
-    merge_head=0.000621,
+    split_head=0.0286,
+    merge=0.475,
+    merge_split=0.00373,
+    merge_head=0.000627,
     launch=3.5,
 )
 # A second launch must promise so much of the time of one: below it 0 to 3 % were measured, no more than scatter.
