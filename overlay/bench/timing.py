@@ -1,20 +1,26 @@
 """Time of a call on the device: CUDA graphs, rotated inputs, medians."""
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 CALLS = 20  # in one graph, as many as a decode step of a model has layers: launch gaps are those of a real step
 FLUSH_BYTES = 256 * 2**20  # larger than any L2 of the family
+# Before a long call: after seconds of full load the power cap lowers the clock. H200, 32 heads at 4,096 tokens, again
+# and again: 1,761 to 1,997 us, "SW power cap"; with 1.5 s of rest before each 1,760 to 1,780.
+REST_SECONDS = 1.5
 
 
 def warm(calls: Sequence[Callable[[], None]], repeats: int = 9) -> float:
     """Microseconds a call, the median over `repeats` replays of a graph that runs `calls` in turn, CALLS in all.
 
-    A long call is repeated less often within the graph: one replay is enough to time it.
+    A long call is repeated less often within the graph: one replay is enough to time it. The GPU rests before it.
     """
     graph, count = _capture(calls, _calls_for(calls[0]))
+    if count < CALLS:
+        time.sleep(REST_SECONDS)
     return statistics.median(_replay(graph) / count for _ in range(repeats))
 
 
