@@ -27,6 +27,7 @@ struct MergeShared {
   } warps[kMergeWarps];  // in the end, units on their way to rows
 };
 
+// One merged unit, rounded, on its way to rows.
 __device__ __forceinline__ void stage_merged(const Merge& m, const float (&merged)[2][4], u8* stage) {
   u32 pairs[2][2];
 #pragma unroll
@@ -153,10 +154,10 @@ __device__ __forceinline__ void merge_units(const Merge& m, MergeShared& sm) {
       add(first);
     }
     if (sharers > 1) {
-      float(&sums)[2][4] = merged[0];
+      float(&joined)[2][4] = merged[0];
       if (share > 0) {
 #pragma unroll
-        for (int f = 0; f < 2; ++f) own.share[f][lane] = make_float4(sums[f][0], sums[f][1], sums[f][2], sums[f][3]);
+        for (int f = 0; f < 2; ++f) own.share[f][lane] = make_float4(joined[f][0], joined[f][1], joined[f][2], joined[f][3]);
       }
       __syncthreads();
       if (share > 0) return;
@@ -164,7 +165,7 @@ __device__ __forceinline__ void merge_units(const Merge& m, MergeShared& sm) {
       for (int i = 1; i < kMergeWarps; ++i) {
         if (i < sharers) {
 #pragma unroll
-          for (int f = 0; f < 2; ++f) add_fragment(sums[f], sm.warps[warp + i].share[f][lane]);
+          for (int f = 0; f < 2; ++f) add_fragment(joined[f], sm.warps[warp + i].share[f][lane]);
         }
       }
     }
