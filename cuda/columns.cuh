@@ -36,7 +36,7 @@ constexpr u16 kNoTile = 0xffff;  // its columns are beyond any index row
 // never moves back.
 template <class S>
 __device__ __forceinline__ void list_live_tiles(Shared<S>& sm, int columns) {
-  constexpr int kBatch = 5;  // reads side by side: 2176 columns are one round, or two
+  constexpr int kBatch = 5;  // reads side by side: 2176 columns are one round
   const int lane = threadIdx.x % 32;
   const int tiles = (columns + S::kRows - 1) / S::kRows;
   int count = 0;
@@ -75,8 +75,8 @@ __device__ __forceinline__ u32 ring_entry(u32 row) {
 
 // Fetches the indices of 32 columns, one or two of a stream's `tiles` tiles from number `position` on, into its ring. One warp does
 // it; the copies travel with that warp's next group. Without a branch, and with all of its reads side by side: the other warps
-// wait for this one at the next barrier. Past the last tile, and where one warp has scanned, what it reads of the list is nothing,
-// and `named` is false.
+// wait for this one at the next barrier. Past the last tile, and where few columns were scanned without a list, what it reads of the
+// list is nothing, and `named` is false.
 template <class S>
 __device__ __forceinline__ void prefetch_indices(Shared<S>& sm, int stream, int position, int tiles) {
   const int lane = threadIdx.x % 32, row = lane % S::kRows;

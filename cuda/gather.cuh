@@ -1,4 +1,4 @@
-// Movement between global and shared memory, always in chunks of 16 bytes. Chunk c of row r lies at c ^ (r & 7): conflict-free
+// Movement from global to shared memory, always in chunks of 16 bytes. Chunk c of row r lies at c ^ (r & 7): conflict-free
 // for the copies that write rows, for ldmatrix that reads eight rows of one chunk, and for its transposing form.
 #pragma once
 #include "columns.cuh"

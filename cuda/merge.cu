@@ -62,7 +62,8 @@ __device__ __forceinline__ void merge_units(const Merge& m, MergeShared& sm) {
   const u8* scales = reinterpret_cast<const u8*>(reinterpret_cast<const float*>(block_sums + m.block_heads) + unit / (kUnits / kQuarters));
   const int row = head_block * m.block_heads + 8 * head_tile;
   u8* target = m.out + token * m.out_token_stride + (row + c) * m.out_head_stride + unit * kUnitDims * 2 + 16 * j;
-  // Left alone, the compiler works out where everything is after the wait, 250 clocks of nothing else. No address is 1.
+  // Left alone, the compiler works out where everything is after the wait, 250 clocks of nothing else. The sum is a
+  // multiple of 4.
   if (reinterpret_cast<u64>(outputs) + reinterpret_cast<u64>(sums) + reinterpret_cast<u64>(scales) + reinterpret_cast<u64>(target) == 1) return;
 
   MergeShared::Warp& own = sm.warps[warp];

@@ -37,6 +37,7 @@ __device__ __forceinline__ void write_rows(u8* stage, const SparseMla& a, const 
     norm[n][1] *= kv_scale;
   }
   constexpr int kUnitsOfQuarter = kQuarterDims / kUnitDims;
+  static_assert(S::kHeadTiles * kUnitsOfQuarter * kUnitBytes <= S::kQueryBytes, "rows where Q was staged");
 #pragma unroll
   for (int n = 0; n < S::kHeadTiles; ++n) {
 #pragma unroll

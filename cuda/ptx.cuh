@@ -1,7 +1,7 @@
 // PTX wrappers: every instruction this kernel needs that C++ has no name for. Nothing here knows about attention.
 //
-// Baseline of the family (sm_80 to sm_121): mma.sync m16n8k16, ldmatrix, movmatrix, cp.async. The one instruction that depends
-// on the architecture is the e4m3 conversion (sm_89 and later), for which older parts get bit arithmetic.
+// Baseline of the family (sm_80 to sm_121): mma.sync m16n8k16, ldmatrix, movmatrix, cp.async, redux.sync, max.bf16x2. The one
+// instruction that depends on the architecture is the e4m3 conversion (sm_89 and later), for which older parts get bit arithmetic.
 #pragma once
 
 using u8 = unsigned char;

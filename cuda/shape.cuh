@@ -67,8 +67,8 @@ struct Shape {
   static constexpr bool kWholePieces = kEarlyValues || (Heads == 32 && !Fp8 && !kShared);
   static constexpr int kStepTiles = kWholePieces ? kPieceTiles : kPieceTiles / (Heads == 32 && Fp8 ? 4 : 2);
   // Whether a lane's addresses are kept, of K, and of V and the targets of copies; and whether a tile's mask is read after its scores
-  // instead of before them. From one choice to another, and with what stands before and after it, the same loop takes 1 to 8 % more
-  // or less: what stands here was within 1 % of the fastest of some 1,700 combinations without a spill.
+  // instead of before them. From one choice to another, and with what stands before and after it, the same loop takes 1 to 9 % more
+  // or less (docs/kernel.md, what was tried): before it is changed, every variant wants to be timed.
   static constexpr bool kKeepsKeys = Heads == 8 || kShared;
   static constexpr bool kKeepsTargets = Heads == 8;
   static constexpr bool kLateMask = !kReplicated && (kShared || Fp8);

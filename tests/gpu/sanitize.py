@@ -58,10 +58,14 @@ def main() -> None:
     for variant in (variant for variant in VARIANTS if variant.groups <= most_groups):
         shape = (device, variant.heads, variant.kv_dtype)
         attention(*shape, tokens=2, columns=150, splits=1, variant=variant)
-        attention(*shape, tokens=1, columns=600, splits=2, variant=variant)  # more columns than one warp scans
+        attention(*shape, tokens=1, columns=600, splits=2, variant=variant)  # more columns than are listed at once
     for heads, kv_dtype, splits in ((12, "bf16", 1), (72, "fp8", 2)):
         for variant in variants_for(heads, kv_dtype):
             attention(device, heads, kv_dtype, tokens=1, columns=33, splits=splits, variant=variant)
+    # Splits of few columns, merged two and four units to a warp; and a list of tiles in several rounds.
+    for heads, kv_dtype, tokens, columns in ((8, "bf16", 40, 64), (64, "fp8", 16, 128), (8, "bf16", 1, 5900)):
+        narrowest = variants_for(heads, kv_dtype)[0]
+        attention(device, heads, kv_dtype, tokens=tokens, columns=columns, splits=2, variant=narrowest)
     index_rows(device)
     print("sanitize: done")
 
