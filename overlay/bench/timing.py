@@ -8,8 +8,8 @@ import torch
 
 CALLS = 20  # in one graph, as many as a decode step of a model has layers: launch gaps are those of a real step
 FLUSH_BYTES = 256 * 2**20  # larger than any L2 of the family
-# Before a long call: after seconds of full load the power cap lowers the clock. H200, 32 heads at 4,096 tokens, again
-# and again: 1,761 to 1,997 us, "SW power cap"; with 1.5 s of rest before each 1,760 to 1,780.
+# Before a long call: after seconds of full load the power cap lowers the clock. H200, 32 heads at 4,096 tokens, one
+# call after the other: 1,761 to 1,934 us; with 1.5 s of rest before each 1,760 to 1,780.
 REST_SECONDS = 1.5
 
 
