@@ -87,13 +87,13 @@ __device__ __forceinline__ void prefetch_indices(Shared<S>& sm, int stream, int 
   copy4_async(shared_address(&sm.ring[stream][position % S::kIndexTiles][ring_entry<S>(row)]), named ? sm.indices + column : &no_row);
 }
 
-// Up to kAheadColumns columns: live tiles, their rows and the ring in one step, without a word between the warps. Each sees all
+// Up to `Columns` columns: live tiles, their rows and the ring in one step, without a word between the warps. Each sees all
 // columns and knows every tile's place; each writes what stands in its words. Without a branch, since nothing else can start:
 // tiles without a live row take the places behind the live ones, so that every entry of the ring is written. Needs a block barrier.
-template <class S, class Meanwhile>
+template <class S, int Columns = kAheadColumns, class Meanwhile>
 __device__ __forceinline__ void scan_few_columns(Shared<S>& sm, const int* __restrict__ idx, int columns, int rows,
                                                  Meanwhile meanwhile) {
-  constexpr u32 kWords = kAheadColumns / 32, kTiles = kAheadColumns / S::kRows;
+  constexpr u32 kWords = Columns / 32, kTiles = Columns / S::kRows;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int row[kWords];
 #pragma unroll
@@ -120,7 +120,6 @@ __device__ __forceinline__ void scan_few_columns(Shared<S>& sm, const int* __res
   }
   if (warp != 0) return;
   if (lane < kTiles) sm.live[place_of(lane)] = live;
-  if (lane < S::kStreams) sm.live[kTiles + lane] = 0;
   if (lane == 0) sm.tiles_live = count;
 }
 

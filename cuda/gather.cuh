@@ -45,17 +45,32 @@ struct Source {
 };
 
 // One piece of this warp's slice, `offset` from the start of the ring. Rows without a valid index become zeros and are never read.
-// The rows of a lane are four apart, so the swizzle of their chunk differs in one bit. Commits a group: the count of groups says
-// which piece has arrived.
+// The rows of a lane are four apart, so the swizzle of their chunk differs in one bit.
 template <class S>
-__device__ __forceinline__ void gather_piece(const Source& source, u32 offset, int piece, const TileRows<S>& rows) {
+__device__ __forceinline__ void copy_piece(const Source& source, u32 offset, int piece, const TileRows<S>& rows) {
 #pragma unroll
   for (int i = 0; i < TileRows<S>::kCount; ++i) {
     const u32 row = rows.row[i];
     copy16_async((source.target ^ (i % 2 << 6)) + offset + i * 4 * kPieceRowBytes,
                  source.base + static_cast<u64>(row) * source.stride + piece * kPieceRowBytes, row < source.rows);
   }
+}
+
+// Commits a group as well: the count of groups says which piece has arrived.
+template <class S>
+__device__ __forceinline__ void gather_piece(const Source& source, u32 offset, int piece, const TileRows<S>& rows) {
+  copy_piece<S>(source, offset, piece, rows);
   commit_copies();
+}
+
+// Waits for piece `piece` of the next tile: kRing pieces have been asked for from that tile's first one on.
+template <class S>
+__device__ __forceinline__ void wait_piece(int piece) {
+  if (piece == 0) wait_copies<S::kRing - 1>();
+  else if (piece == 1) wait_copies<S::kRing - (S::kPieces > 1 ? 2 : 1)>();
+  else if (piece == 2) wait_copies<S::kRing - (S::kPieces > 2 ? 3 : 1)>();
+  else wait_copies<S::kRing - (S::kPieces > 3 ? 4 : 1)>();
+  __syncwarp();
 }
 
 // Q of the warp's slice into its staging area; heads beyond `heads` become zeros. Strides in bytes.

@@ -1,13 +1,16 @@
 // Joins the partial results of a split index row, o_i normalised by their own sums l_i:
 //     out = sum_i w_i o_i / sum_i w_i       w_i = 2^(m_i - m) l_i       m = max_i m_i
 // A warp merges units of 32 dims by 8 heads, in the order in which the main kernel's registers held them: every read is a full
-// line, and the transposition to rows happens once, here. Where a call has few units, several warps share the splits of each, so
-// that more multiprocessors read; where it has many and few splits, a warp merges several with the weights it has computed once.
+// line, and the transposition to rows happens once, here. Where a call has few units, several warps share the splits of each: a warp
+// joins its own by the same formula, relative to their own maximum, and the block joins the warps. It is instructions that take the
+// time there, one behind the other, and so each has few. Where a call has many units and few splits, a warp merges several with the
+// weights it has computed once.
 #include "partial.cuh"
 
-constexpr int kMaxSplits = 32;
-constexpr int kMergeWarps = 4;
-constexpr int kInFlight = 8;  // uint4 that a lane asks for at once: of so many splits, or of several units and fewer splits
+constexpr int kMostWarps = 8;   // of a block: as many as share a unit, and at least four
+constexpr int kMostUnits = 4;    // of a warp
+constexpr int kMostSplits = 32;  // of a warp
+constexpr int kSharedRow = kUnitDims + 4;  // floats: eight dims of every other head lie in as many banks
 
 struct Merge {
   const uint4* partial_outputs;
@@ -19,13 +22,16 @@ struct Merge {
   i64 lse_stride;
 };
 
-// What the warps of a block share.
-struct MergeShared {
-  struct alignas(16) Warp {
-    float2 weights[kMaxSplits][4];  // of the heads 2j and 2j+1
-    float4 share[2][32];
-  } warps[kMergeWarps];  // in the end, units on their way to rows
+// Shared memory of a warp, dynamic: a block has as many as it has warps.
+struct alignas(16) MergeWarp {
+  union {
+    float2 weights[kMostSplits][4];       // of the heads 2j and 2j+1
+    float rows[8][kSharedRow];            // of each head, this warp's share of a unit
+    u8 units[kMostUnits][kUnitBytes];     // where it is not shared, on their way to rows
+  };
+  float2 sums[8];  // of each head, maximum and sum of this warp's splits
 };
+static_assert(sizeof(MergeWarp) == 2112, "shared memory that the launcher asks for");
 
 // One merged unit, rounded, on its way to rows.
 __device__ __forceinline__ void stage_merged(const Merge& m, const float (&merged)[2][4], u8* stage) {
@@ -39,19 +45,32 @@ __device__ __forceinline__ void stage_merged(const Merge& m, const float (&merge
   else stage_unit<false>(stage, pairs);
 }
 
-// `Units` units of a warp at once, of as many splits as that leaves in flight: all there are, but for a single unit.
-template <int Units>
-__device__ __forceinline__ void merge_units(const Merge& m, MergeShared& sm) {
-  constexpr int kSplits = kInFlight / Units;
+// One warp's share of a unit, to rows that all who share it read.
+__device__ __forceinline__ void write_shared(const Merge& m, float (&rows)[8][kSharedRow], const float (&merged)[2][4]) {
+  const int lane = threadIdx.x % 32, c = lane / 4, j = lane % 4;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int dim = 16 * i + (m.paired_dims ? 2 * c + half : 8 * half + c);
+      rows[2 * j][dim] = merged[i][2 * half];
+      rows[2 * j + 1][dim] = merged[i][2 * half + 1];
+    }
+  }
+}
+
+// `Units` units of a warp at once, or a unit that `Sharers` warps share. A warp has up to 8 * Rounds splits and asks for `InFlight` of
+// them at once; only a single unit may have more.
+template <int Sharers, int Units, int InFlight, int Rounds>
+__device__ __forceinline__ void merge_units(const Merge& m, MergeWarp* warps) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = lane / 4, j = lane % 4;
   const int head_tiles = m.block_heads / 8;
   const int head_tile = blockIdx.x % head_tiles;
   const int head_block = blockIdx.x / head_tiles % m.head_blocks;
   const int token = blockIdx.x / head_tiles / m.head_blocks;
   const i64 first_block = static_cast<i64>(token) * m.splits * m.head_blocks + head_block;
-  const int sharers = Units == 1 ? m.sharers : 1;
-  const int share = warp % sharers;
-  const int unit = (blockIdx.y * kMergeWarps + warp) / sharers * Units;
+  const int share = warp % Sharers;
+  const int unit = (blockIdx.y * (blockDim.x / 32) + warp) / Sharers * Units;
   // From split to split, in bytes: an address is one multiplication.
   const u32 output_stride = m.head_blocks * outputs_of_block(m.block_heads) * sizeof(uint4);
   const u32 sum_stride = m.head_blocks * sums_of_block(m.block_heads) * sizeof(float2);
@@ -61,32 +80,37 @@ __device__ __forceinline__ void merge_units(const Merge& m, MergeShared& sm) {
   const u8* sums = reinterpret_cast<const u8*>(block_sums + 8 * head_tile + 2 * j);
   const u8* scales = reinterpret_cast<const u8*>(reinterpret_cast<const float*>(block_sums + m.block_heads) + unit / (kUnits / kQuarters));
   const int row = head_block * m.block_heads + 8 * head_tile;
-  u8* target = m.out + token * m.out_token_stride + (row + c) * m.out_head_stride + unit * kUnitDims * 2 + 16 * j;
+  u8* block_target = m.out + token * m.out_token_stride + row * m.out_head_stride + unit * kUnitDims * 2;
+  u8* target = block_target + c * m.out_head_stride + 16 * j;
+  // Where a unit is shared, a lane finishes two dims of a head; of two warps, those of a second head as well.
+  const int pair_number = share * 32 + lane, shared_head = pair_number / (kUnitDims / 2), shared_dim = pair_number % (kUnitDims / 2) * 2;
+  if (Sharers > 1) target = block_target + shared_head * m.out_head_stride + 2 * shared_dim;
   // Left alone, the compiler works out where everything is after the wait, 250 clocks of nothing else. The sum is a
   // multiple of 4.
   if (reinterpret_cast<u64>(outputs) + reinterpret_cast<u64>(sums) + reinterpret_cast<u64>(scales) + reinterpret_cast<u64>(target) == 1) return;
 
-  MergeShared::Warp& own = sm.warps[warp];
-  uint4 part[kSplits][Units];
+  MergeWarp& own = warps[warp];
+  const int splits = (m.splits - share + Sharers - 1) / Sharers;  // of this warp: number `share`, and every Sharers-th one from there
+  uint4 part[InFlight][Units];
   const auto fetch = [&](int first) {
 #pragma unroll
-    for (int i = 0; i < kSplits; ++i) {
-      const u32 split = first + i * sharers;
+    for (int i = 0; i < InFlight; ++i) {
+      const u32 split = share + (first + i) * Sharers;
 #pragma unroll
       for (int u = 0; u < Units; ++u) {
         const u8* output = outputs + static_cast<u64>(split) * output_stride + u * head_tiles * 32 * sizeof(uint4);
-        if (split < m.splits) part[i][u] = __ldcg(reinterpret_cast<const uint4*>(output));
+        if (first + i < splits) part[i][u] = __ldcg(reinterpret_cast<const uint4*>(output));
       }
     }
   };
   wait_for_prerequisites();
-  fetch(share);  // with the sums beside it: a merge is two latencies long, or three
-  float4 pair[kMaxSplits / 8];  // maximum and sum of both heads, splits c, c + 8, ...
-  float scale[kMaxSplits / 8];
+  fetch(0);  // with the sums beside it: a merge is two latencies long, or three
+  float4 pair[Rounds];  // maximum and sum of both heads, this warp's splits c, c + 8, ...
+  float scale[Rounds];
   float maximum[2] = {kLowest, kLowest};
 #pragma unroll
-  for (int i = 0; i < kMaxSplits / 8; ++i) {
-    const u32 split = 8 * i + c;
+  for (int i = 0; i < Rounds; ++i) {
+    const u32 split = share + (8 * i + c) * Sharers;
     pair[i] = make_float4(kLowest, 0.0f, kLowest, 0.0f);
     scale[i] = 0.0f;
     if (split < m.splits) {
@@ -95,7 +119,7 @@ __device__ __forceinline__ void merge_units(const Merge& m, MergeShared& sm) {
     }
   }
 #pragma unroll
-  for (int i = 0; i < kMaxSplits / 8; ++i) {
+  for (int i = 0; i < Rounds; ++i) {
     maximum[0] = fmaxf(maximum[0], pair[i].x);
     maximum[1] = fmaxf(maximum[1], pair[i].z);
   }
@@ -106,7 +130,7 @@ __device__ __forceinline__ void merge_units(const Merge& m, MergeShared& sm) {
   }
   float sum[2] = {0.0f, 0.0f};
 #pragma unroll
-  for (int i = 0; i < kMaxSplits / 8; ++i) {
+  for (int i = 0; i < Rounds; ++i) {
     pair[i].x = exp2_approx(pair[i].x - maximum[0]) * pair[i].y;
     pair[i].z = exp2_approx(pair[i].z - maximum[1]) * pair[i].w;
     sum[0] += pair[i].x;
@@ -117,23 +141,26 @@ __device__ __forceinline__ void merge_units(const Merge& m, MergeShared& sm) {
     sum[0] += __shfl_xor_sync(kFullWarp, sum[0], lanes);
     sum[1] += __shfl_xor_sync(kFullWarp, sum[1], lanes);
   }
-  const float norm[2] = {sum[0] == 0.0f ? 0.0f : reciprocal(sum[0]), sum[1] == 0.0f ? 0.0f : reciprocal(sum[1])};
+  // What several warps share is divided when they are joined.
+  const auto norm_of = [](float of) { return of == 0.0f ? 0.0f : reciprocal(of); };
+  const float norm[2] = {Sharers > 1 ? 1.0f : norm_of(sum[0]), Sharers > 1 ? 1.0f : norm_of(sum[1])};
 #pragma unroll
-  for (int i = 0; i < kMaxSplits / 8; ++i) {
+  for (int i = 0; i < Rounds; ++i) {
     // What an empty split has left for a scale is as old as its outputs.
     own.weights[8 * i + c][j] = make_float2(pair[i].y == 0.0f ? 0.0f : pair[i].x * norm[0] * scale[i],
                                             pair[i].w == 0.0f ? 0.0f : pair[i].z * norm[1] * scale[i]);
   }
+  if (Sharers > 1 && lane < 4) *reinterpret_cast<float4*>(&own.sums[2 * lane]) = make_float4(maximum[0], sum[0], maximum[1], sum[1]);
   __syncwarp();
 
   float merged[Units][2][4] = {};  // of each unit, two fragments
   const auto add = [&](int first) {
-    float2 weight[kSplits];  // all asked for before the first one is used
+    float2 weight[InFlight];  // all asked for before the first one is used
 #pragma unroll
-    for (int i = 0; i < kSplits; ++i) weight[i] = own.weights[(first + i * sharers) % kMaxSplits][j];
+    for (int i = 0; i < InFlight; ++i) weight[i] = own.weights[min(first + i, 8 * Rounds - 1)][j];
 #pragma unroll
-    for (int i = 0; i < kSplits; ++i) {
-      if (first + i * sharers < m.splits) {
+    for (int i = 0; i < InFlight; ++i) {
+      if (first + i < splits) {
         const bool used = weight[i].x != 0.0f || weight[i].y != 0.0f;
 #pragma unroll
         for (int u = 0; u < Units; ++u) {
@@ -148,39 +175,56 @@ __device__ __forceinline__ void merge_units(const Merge& m, MergeShared& sm) {
       }
     }
   };
-  add(share);
+  add(0);
   if constexpr (Units == 1) {
-    for (int first = share + kSplits * sharers; first < m.splits; first += kSplits * sharers) {
+    for (int first = InFlight; first < splits; first += InFlight) {
       fetch(first);
       add(first);
     }
-    if (sharers > 1) {
-      float(&joined)[2][4] = merged[0];
-      if (share > 0) {
+  }
+  if constexpr (Sharers > 1) {
+    __syncwarp();  // the weights have been read
+    write_shared(m, own.rows, merged[0]);
+    __syncthreads();
+    constexpr int kMore = Sharers == 2 ? 2 : 1;
+    if (Sharers > 4 && shared_head >= 8) return;  // a unit has no dims for these
 #pragma unroll
-        for (int f = 0; f < 2; ++f) own.share[f][lane] = make_float4(joined[f][0], joined[f][1], joined[f][2], joined[f][3]);
+    for (int more = 0; more < kMore; ++more) {
+      const int head = shared_head + 4 * more;
+      float2 of[Sharers], part[Sharers];
+#pragma unroll
+      for (int i = 0; i < Sharers; ++i) {
+        const MergeWarp& other = warps[warp - share + i];
+        of[i] = other.sums[head];
+        part[i] = *reinterpret_cast<const float2*>(&other.rows[head][shared_dim]);
       }
-      __syncthreads();
-      if (share > 0) return;
+      float most = kLowest, all = 0.0f, first = 0.0f, second = 0.0f;
 #pragma unroll
-      for (int i = 1; i < kMergeWarps; ++i) {
-        if (i < sharers) {
+      for (int i = 0; i < Sharers; ++i) most = fmaxf(most, of[i].x);
 #pragma unroll
-          for (int f = 0; f < 2; ++f) add_fragment(joined[f], sm.warps[warp + i].share[f][lane]);
-        }
+      for (int i = 0; i < Sharers; ++i) {
+        const float factor = exp2_approx(of[i].x - most);
+        all += factor * of[i].y;
+        first += factor * part[i].x;
+        second += factor * part[i].y;
+      }
+      const float inverse = norm_of(all);
+      if (row + head < m.heads) {
+        *reinterpret_cast<u32*>(target + 4 * more * m.out_head_stride) = pack_bf16(first * inverse, second * inverse);
+        if (m.lse != nullptr && unit == 0 && shared_dim == 0) m.lse[token * m.lse_stride + row + head] = natural_lse(most, all);
       }
     }
+    return;
   }
-  static_assert(sizeof(own) >= Units * kUnitBytes, "units of a warp");
-  u8* stage = reinterpret_cast<u8*>(&own);
+  static_assert(Units <= kMostUnits, "units of a warp");
   __syncwarp();  // the weights have been read
 #pragma unroll
-  for (int u = 0; u < Units; ++u) stage_merged(m, merged[u], stage + u * kUnitBytes);
+  for (int u = 0; u < Units; ++u) stage_merged(m, merged[u], own.units[u]);
   __syncwarp();
   const bool real = row + c < m.heads;
 #pragma unroll
   for (int u = 0; u < Units; ++u) {
-    const uint4 dims = unit_row(stage + u * kUnitBytes);
+    const uint4 dims = unit_row(own.units[u]);
     if (real) *reinterpret_cast<uint4*>(target + u * kUnitDims * 2) = dims;
   }
   if (m.lse != nullptr && unit == 0 && lane < 4) {
@@ -191,16 +235,31 @@ __device__ __forceinline__ void merge_units(const Merge& m, MergeShared& sm) {
   }
 }
 
-// Grid: x = token, head block, head tile (last fastest); y = groups of kMergeWarps * units / sharers of the units of a head tile.
-// One of `sharers` and `units` is 1; `units` is 1, or 2 or 4 with at most kInFlight / units splits.
-extern "C" __global__ void __launch_bounds__(32 * kMergeWarps)
+// Grid: x = token, head block, head tile (last fastest); y = groups of the units of a head tile, as many as a block's warps times
+// `units` over `sharers`. `sharers` is 1, 2, 4 or 8, with as many splits as each of them may have (MAX_SPLITS and _merge_shape in
+// overlay/kernel/plan.py); `units` is 1, or without sharers 2 with up to 4 splits or 4 with 2.
+extern "C" __global__ void __launch_bounds__(32 * kMostWarps)
     merge_splits(const uint4* partial_outputs, const float2* partial_sums, int splits, int sharers, int units, int block_heads,
                  int heads, int head_blocks, int paired_dims, u8* out, i64 out_token_stride, i64 out_head_stride, float* lse,
                  i64 lse_stride) {
-  __shared__ MergeShared sm;
+  extern __shared__ __align__(1024) u8 dynamic_shared[];
+  MergeWarp* warps = reinterpret_cast<MergeWarp*>(dynamic_shared);
   const Merge m{partial_outputs, partial_sums, splits, sharers, block_heads, heads, head_blocks, paired_dims,
                 out, out_token_stride, out_head_stride, lse, lse_stride};
-  if (units == 1) merge_units<1>(m, sm);
-  else if (units == 2) merge_units<2>(m, sm);
-  else merge_units<4>(m, sm);
+  if (units == 4) merge_units<1, 4, 2, 1>(m, warps);
+  else if (units == 2) merge_units<1, 2, 4, 1>(m, warps);
+  else if (sharers == 8) {
+    if (splits <= 32) merge_units<8, 1, 4, 1>(m, warps);
+    else if (splits <= 64) merge_units<8, 1, 8, 1>(m, warps);
+    else merge_units<8, 1, 9, 2>(m, warps);
+  } else if (sharers == 4) {
+    if (splits <= 16) merge_units<4, 1, 4, 1>(m, warps);
+    else merge_units<4, 1, 8, 1>(m, warps);
+  } else if (sharers == 2) {
+    if (splits <= 16) merge_units<2, 1, 8, 1>(m, warps);
+    else merge_units<2, 1, 8, 2>(m, warps);
+  } else {
+    if (splits <= 8) merge_units<1, 1, 8, 1>(m, warps);
+    else merge_units<1, 1, 8, 4>(m, warps);
+  }
 }

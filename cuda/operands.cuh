@@ -73,27 +73,45 @@ __device__ __forceinline__ void load_query(Query<S>& q, const u8* stage, const P
   }
 }
 
-// fp8 only: the largest magnitude of each head over this warp's slice, or where streams have the same Q, its part of it. Bits of
-// numbers without a sign order like the numbers.
+// The largest magnitude of the head that this lane has part of, n8 tile `n`, over `Steps` steps of dims, as bits: those of numbers
+// without a sign order like the numbers.
+template <class S, int Steps>
+__device__ __forceinline__ u32 largest_of_query(const Query<S>& q, int n, int first) {
+  u32 pairs[2] = {0, 0};
+#pragma unroll
+  for (int k = 0; k < Steps; ++k) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) pairs[i] = larger_bf16(pairs[i], q[first + k][n][i] & 0x7fff7fffu);
+  }
+  const u32 pair = larger_bf16(pairs[0], pairs[1]);
+  return max(pair << 16, pair & 0xffff0000u);
+}
+
+// The same over the lanes that share the head.
+__device__ __forceinline__ u32 largest_of_four(u32 largest) {
+  largest = max(largest, __shfl_xor_sync(kFullWarp, largest, 1));
+  return max(largest, __shfl_xor_sync(kFullWarp, largest, 2));
+}
+
+// From bf16 to f16, times a factor.
+template <class S>
+__device__ __forceinline__ void scale_query(Query<S>& q, int n, float factor) {
+#pragma unroll
+  for (int k = 0; k < S::kDimTiles; ++k) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) q[k][n][i] = pack_f16(low_bf16(q[k][n][i]) * factor, high_bf16(q[k][n][i]) * factor);
+  }
+}
+
+// fp8 only: the largest magnitude of each head over this warp's slice, or where streams have the same Q, its part of it.
 template <class S>
 __device__ __forceinline__ void publish_query_max(Shared<S>& sm, const Query<S>& q, const Place<S>& place) {
   constexpr int kSteps = S::kDimTiles / S::kStreams;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < S::kHeadTiles; ++n) {
-    const auto largest_from = [&](int first) {
-      u32 pairs[2] = {0, 0};
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) pairs[i] = larger_bf16(pairs[i], q[first + k][n][i] & 0x7fff7fffu);
-      }
-      const u32 pair = larger_bf16(pairs[0], pairs[1]);
-      return max(pair << 16, pair & 0xffff0000u);
-    };
-    u32 largest = place.stream == 0 ? largest_from(0) : largest_from(kSteps * (S::kStreams - 1));
-    largest = max(largest, __shfl_xor_sync(kFullWarp, largest, 1));
-    largest = max(largest, __shfl_xor_sync(kFullWarp, largest, 2));
+    const u32 largest = largest_of_four(place.stream == 0 ? largest_of_query<S, kSteps>(q, n, 0)
+                                                          : largest_of_query<S, kSteps>(q, n, kSteps * (S::kStreams - 1)));
     const int head = 8 * place.head_tile(n) + lane / 4;
     if (lane % 4 == 0) sm.query_max(place.slice * S::kStreams + place.stream)[head] = largest;
   }
@@ -101,7 +119,7 @@ __device__ __forceinline__ void publish_query_max(Shared<S>& sm, const Query<S>&
 
 // Exponent field of the largest magnitude of a head.
 template <class S>
-__device__ __forceinline__ u32 query_exponent(const Shared<S>& sm, int head) {
+__device__ __forceinline__ u32 query_exponent(Shared<S>& sm, int head) {
   u32 largest = 0;
 #pragma unroll
   for (int part = 0; part < S::kSlices * S::kStreams; ++part) largest = max(largest, sm.query_max(part)[head]);
@@ -110,16 +128,27 @@ __device__ __forceinline__ u32 query_exponent(const Shared<S>& sm, int head) {
 
 // fp8 only: Q from bf16 to scaled f16, in place.
 template <class S>
-__device__ __forceinline__ void convert_query(const Shared<S>& sm, Query<S>& q, const Place<S>& place) {
+__device__ __forceinline__ void convert_query(Shared<S>& sm, Query<S>& q, const Place<S>& place) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < S::kHeadTiles; ++n) {
     const int head = 8 * place.head_tile(n) + lane / 4;
-    const float factor = half_factor(query_exponent(sm, head));
+    scale_query<S>(q, n, half_factor(query_exponent(sm, head)));
+  }
+}
+
+// The same by each warp alone: its part of Q gets a factor of its own, and its partial scores want `inverse` of their two heads
+// before they meet those of others.
+template <class S>
+__device__ __forceinline__ void convert_own_query(Query<S>& q, float (&inverse)[S::kHeadTiles][2]) {
 #pragma unroll
-    for (int k = 0; k < S::kDimTiles; ++k) {
+  for (int n = 0; n < S::kHeadTiles; ++n) {
+    const u32 exponent = half_exponent(largest_of_four(largest_of_query<S, S::kDimTiles>(q, n, 0)));
+    scale_query<S>(q, n, half_factor(exponent));
 #pragma unroll
-      for (int i = 0; i < 2; ++i) q[k][n][i] = pack_f16(low_bf16(q[k][n][i]) * factor, high_bf16(q[k][n][i]) * factor);
+    for (int i = 0; i < 2; ++i) {
+      const int lane_of_head = 4 * (2 * (threadIdx.x % 4) + i);
+      inverse[n][i] = half_inverse_factor(__shfl_sync(kFullWarp, exponent, lane_of_head));
     }
   }
 }

@@ -84,6 +84,15 @@ struct Partial {
     const i64 block = static_cast<i64>((token * gridDim.y + blockIdx.y) * a.head_blocks + head_block);
     return {a.partial_outputs + block * outputs_of_block(S::kHeads), a.partial_sums + block * sums_of_block(S::kHeads)};
   }
+  // Left alone, the compiler works out the addresses where they are used.
+  __device__ __forceinline__ void keep() { asm volatile("" : "+l"(outputs), "+l"(sums)); }
+  // Where a split without a live row leaves that it is one.
+  template <class S>
+  __device__ __forceinline__ void leave_nothing() const {
+    const float none[2] = {kLowest, kLowest}, zeros[2] = {0.0f, 0.0f};
+    const int lane = threadIdx.x % 32;
+    if (lane < S::kHeads / 2) leave_sums(2 * lane, none, zeros);
+  }
   // Of two heads, the first one even.
   __device__ __forceinline__ void leave_sums(int head, const float (&maximum)[2], const float (&sum)[2]) const {
     *reinterpret_cast<float4*>(sums + head) = make_float4(maximum[0], sum[0], maximum[1], sum[1]);

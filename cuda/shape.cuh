@@ -7,7 +7,7 @@
 // Up to 16 heads two slices are enough for the registers, and a block is two pairs of warps, two streams that share nothing until
 // the end: each takes every other tile. With 32 heads there are four slices and one stream. With 64, two groups of warps, each with
 // its 32 heads, share the tiles: a slice is gathered by the second group and read by both. More heads take several blocks. A head
-// block is the heads of one group.
+// block is the heads of one group. For few tokens, 8 and 16 heads have four slices and one stream as well (few_tokens.cuh).
 //
 // A slice of a tile is cut once more, into pieces of 128 bytes a row. A piece is refilled as soon as its values have been read,
 // so that a block needs little more shared memory than the tile it works on. Two groups hold two tiles and refill whole ones.
@@ -32,7 +32,7 @@ struct Select<false, A, B> {
   using Type = B;
 };
 
-template <int Heads, bool Fp8, int Rows, int Ring, int Groups>
+template <int Heads, bool Fp8, int Rows, int Ring, int Groups, int Streams>
 struct Shape {
   static constexpr int kHeads = Heads;    // of a group of warps
   static constexpr int kGroups = Groups;  // that work on the same tiles
@@ -43,8 +43,9 @@ struct Shape {
   using RowMask = typename Select<Rows == 32, u32, u16>::Type;
 
   static constexpr bool kReplicated = Heads <= 16;    // every warp of a stream finishes all scores; else each its head tile
-  static constexpr int kSlices = kReplicated ? 2 : 4;
-  static constexpr int kStreams = 4 / kSlices;
+  static constexpr int kStreams = Streams;
+  static constexpr int kSlices = 4 / kStreams;
+  static constexpr bool kFew = kReplicated && kStreams == 1;  // for few tokens
   static constexpr int kGroupWarps = kSlices * kStreams;
   static constexpr int kWarps = kGroups * kGroupWarps;
   static constexpr int kThreads = 32 * kWarps;
@@ -59,10 +60,11 @@ struct Shape {
   static constexpr int kPieceBytes = Rows * kPieceRowBytes;
   static constexpr int kQueryBytes = Heads * kSliceDims * 2;
   static constexpr int kSliceQueries = kGroups * kQueryBytes;
-  static constexpr int kSliceRegion = kRing * kPieceBytes > kSliceQueries ? kRing * kPieceBytes : kSliceQueries;
+  // Room for Q before the first tile. For few tokens Q lies within the ring.
+  static constexpr int kSliceRegion = kFew || kRing * kPieceBytes > kSliceQueries ? kRing * kPieceBytes : kSliceQueries;
 
   // Registers allow to hold the values of a whole tile: its pieces are refilled before the softmax, not after it.
-  static constexpr bool kEarlyValues = Heads == 8 && kRowTiles * kDimTiles * (Fp8 ? 2 : 4) <= 64;
+  static constexpr bool kEarlyValues = (Heads == 8 || kFew) && kRowTiles * kDimTiles * (Fp8 ? 2 : 4) <= 64;
   // Dims whose values are loaded at once: as many as the registers allow beside the ones in use.
   static constexpr bool kWholePieces = kEarlyValues || (Heads == 32 && !Fp8 && !kShared);
   static constexpr int kStepTiles = kWholePieces ? kPieceTiles : kPieceTiles / (Heads == 32 && Fp8 ? 4 : 2);
@@ -76,13 +78,16 @@ struct Shape {
   // 2 % faster; with 32 heads in fp8 its schedule is 4 to 5 % slower.
   static constexpr bool kUniformWarp = Heads <= 16 || !Fp8;
   // Two buffers of partial scores, used in turn, save the barrier between reading one tile's and writing the next.
-  static constexpr int kBuffers = Heads == 8 ? 2 : 1;
+  static constexpr int kBuffers = Heads == 8 || kFew ? 2 : 1;
   static constexpr int kPartialTiles = kReplicated ? kHeadTiles : kHeadTiles - 1;  // head tiles that a warp shows to others
 
+  // Whether Q goes to f16 while the first rows are on their way, and not before. 32 heads spill.
+  static constexpr bool kLateQuery = Fp8 && kReplicated && !kFew;
   static constexpr int kIndexTiles = kAheadColumns / (kStreams * Rows);  // tiles in the index ring of a stream
   static constexpr int kTilesAhead = (kRing + kPieces - 1) / kPieces;
 
   static_assert(Heads == 8 || Heads == 16 || Heads == 32, "heads of a block");
+  static_assert(kReplicated || kStreams == 1, "scores are dealt within a stream");
   static_assert(kReplicated || kHeadTiles == kSlices, "the warp of slice i finishes head tile i");
   static_assert(kRing >= kPieces, "a whole tile");
   static_assert(!kShared || (Groups == 2 && !kReplicated && !Fp8 && kRing == 2 * kPieces), "two groups take turns on two tiles");
@@ -102,7 +107,7 @@ struct Shared {
   float rescale[S::kGroups][S::kHeads];
   float norm[S::kGroups][S::kHeads];
   alignas(16) int grown[S::kGroups][4];
-  float2 sums[S::kStreams][S::kStreams > 1 ? S::kHeads : 1];  // maximum and sum of a stream's rows
+  float2 sums[S::kStreams * (S::kLateQuery ? 2 : 1)][S::kStreams > 1 ? S::kHeads : 1];  // maximum and sum of a stream's rows; query_max
   alignas(16) int ring[S::kStreams][S::kIndexTiles][S::kRows];  // indices of the coming tiles
   typename S::RowMask live[kMaxColumns / S::kRows + S::kStreams];  // bit per column: its index names a row; later per listed tile
   u16 list[kMaxColumns / S::kRows + 2 * S::kStreams];  // tiles with at least one such column
@@ -112,10 +117,12 @@ struct Shared {
   int columns, token, first_head_block;
   float kv_scale;
 
-  // [slice, stream][head], fp8 only: largest magnitude of a part of Q, as the bits of a float. There are no scores yet.
-  __device__ __forceinline__ u32* query_max(int part) { return reinterpret_cast<u32*>(partial) + part * S::kHeads; }
-  __device__ __forceinline__ const u32* query_max(int part) const {
-    return reinterpret_cast<const u32*>(partial) + part * S::kHeads;
+  // [slice, stream][head], fp8 only: largest magnitude of a part of Q, as the bits of a float. Where it is read beside the first
+  // scores, in a place of its own.
+  __device__ __forceinline__ u32* query_max(int part) {
+    void* first = partial;
+    if constexpr (S::kLateQuery) first = sums[S::kStreams];
+    return static_cast<u32*>(first) + part * S::kHeads;
   }
 };
 

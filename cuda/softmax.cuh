@@ -81,6 +81,26 @@ __device__ __forceinline__ void add_partner(Scores<S>& s, const Shared<S>& sm, i
   }
 }
 
+// The same for one stream of four slices, which each warp sums in the same order.
+template <class S>
+__device__ __forceinline__ void add_slices(Scores<S>& s, const Shared<S>& sm, int buffer) {
+  static_assert(S::kSlices == 4, "two pairs");
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < S::kRowTiles; ++r) {
+#pragma unroll
+    for (int n = 0; n < S::kHeadTiles; ++n) {
+      float4 parts[4];
+#pragma unroll
+      for (int slice = 0; slice < 4; ++slice) parts[slice] = sm.partial[0][buffer][0][slice][r][n][lane];
+      s[r][n][0] = (parts[0].x + parts[1].x) + (parts[2].x + parts[3].x);
+      s[r][n][1] = (parts[0].y + parts[1].y) + (parts[2].y + parts[3].y);
+      s[r][n][2] = (parts[0].z + parts[1].z) + (parts[2].z + parts[3].z);
+      s[r][n][3] = (parts[0].w + parts[1].w) + (parts[2].w + parts[3].w);
+    }
+  }
+}
+
 // Not replicated: this warp's partial scores of one row tile, each head tile to its owner. Its own one, number 0, stays.
 template <class S>
 __device__ __forceinline__ void deal_scores(Shared<S>& sm, const float (&s)[S::kHeadTiles][4], int r, const Place<S>& place) {
@@ -184,9 +204,8 @@ __device__ __forceinline__ void rescale_output(Output<S>& o, int n, float first,
 
 // Every warp finishes all scores: the same sums in the same order, so all warps decide alike and nothing has to be told.
 template <class S>
-__device__ __forceinline__ void weigh_all(const Scores<S>& s, const float (&scale)[S::kHeadTiles][2], u32 live, float limit,
-                                          Running<S::kHeadTiles>& running, Output<S>& o, Weights<S>& p) {
-  Scores<S> w;
+__device__ __forceinline__ void weigh(const Scores<S>& s, const float (&scale)[S::kHeadTiles][2], u32 live, float limit,
+                                      Running<S::kHeadTiles>& running, Output<S>& o, Scores<S>& w) {
   // Weights first, in the hope that the maxima stand: the vote then costs no time of its own.
   const float largest = exponentiate(w, running, scale, s, live);
   if (__any_sync(kFullWarp, largest > limit)) {
@@ -196,6 +215,20 @@ __device__ __forceinline__ void weigh_all(const Scores<S>& s, const float (&scal
     for (int n = 0; n < S::kHeadTiles; ++n) rescale_output<S>(o, n, factor[n][0], factor[n][1]);
     exponentiate(w, running, scale, s, live);
   }
+}
+
+// The same for the first tile: its maxima are known to rise, and there is no output yet.
+template <class S>
+__device__ __forceinline__ void weigh_first(const Scores<S>& s, const float (&scale)[S::kHeadTiles][2], u32 live,
+                                            Running<S::kHeadTiles>& running, Scores<S>& w) {
+  float factor[S::kHeadTiles][2];
+  raise_maxima(running, scale, s, live, factor);
+  exponentiate(w, running, scale, s, live);
+}
+
+// Counts the weights, rounds them and turns them into operands of the second product.
+template <class S>
+__device__ __forceinline__ void take_weights(const Scores<S>& w, Running<S::kHeadTiles>& running, Weights<S>& p) {
 #pragma unroll
   for (int r = 0; r < S::kRowTiles; ++r) {
 #pragma unroll
@@ -206,6 +239,14 @@ __device__ __forceinline__ void weigh_all(const Scores<S>& s, const float (&scal
       p[r][n][1] = transpose_matrix(pair.y);
     }
   }
+}
+
+template <class S>
+__device__ __forceinline__ void weigh_all(const Scores<S>& s, const float (&scale)[S::kHeadTiles][2], u32 live, float limit,
+                                          Running<S::kHeadTiles>& running, Output<S>& o, Weights<S>& p) {
+  Scores<S> w;
+  weigh<S>(s, scale, live, limit, running, o, w);
+  take_weights<S>(w, running, p);
 }
 
 template <class S>

@@ -3,17 +3,7 @@
 //     s[k] = scale * dot(q[t, h, :], kv[idx[t, k], :])     out[t, h, :] = sum_k softmax(s)[k] * kv[idx[t, k], :]
 //
 // Entry points are added by SPARSE_MLA_VARIANT, one per compiled program, with C linkage so that they are found by name.
-#include "outcome.cuh"
-
-// Waits for piece `piece` of the next tile: kRing pieces have been asked for from that tile's first one on.
-template <class S>
-__device__ __forceinline__ void wait_piece(int piece) {
-  if (piece == 0) wait_copies<S::kRing - 1>();
-  else if (piece == 1) wait_copies<S::kRing - (S::kPieces > 1 ? 2 : 1)>();
-  else if (piece == 2) wait_copies<S::kRing - (S::kPieces > 2 ? 3 : 1)>();
-  else wait_copies<S::kRing - (S::kPieces > 3 ? 4 : 1)>();
-  __syncwarp();
-}
+#include "few_tokens.cuh"
 
 template <class S>
 __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
@@ -73,7 +63,7 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
       if constexpr (S::kFp8) scale[n][i] *= half_inverse_factor(query_exponent(sm, own_head + 8 * n + i));
     }
   }
-  if constexpr (S::kFp8) convert_query(sm, q, place);
+  if constexpr (S::kFp8 && !S::kLateQuery) convert_query(sm, q, place);
   // 32 heads in fp8 are a few registers short: the two factors of an owner lie where its norms will be.
   constexpr bool kScarce = S::kFp8 && S::kHeads == 32;
   if constexpr (kScarce) {
@@ -86,7 +76,7 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
       scale[0][1] = stored.y;
     }
   };
-  if (S::kFp8 || !few) __syncthreads();
+  if ((S::kFp8 && !S::kLateQuery) || !few) __syncthreads();
   const int listed = sm.tiles_live;
   if (listed == 0 && gridDim.y > 1) {  // nothing to leave but that
     const float none[2] = {kLowest, kLowest}, zeros[2] = {0.0f, 0.0f};
@@ -141,6 +131,7 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
       gather_piece<S>(source, piece * S::kPieceBytes, piece % S::kPieces, next);
     }
   }
+  if constexpr (S::kLateQuery) convert_query(sm, q, place);  // while the first rows are on their way
   bring(0);
   int first = 0;  // place in the ring of the tile's first piece
   // The piece kRing pieces after piece `piece` of tile `t` takes the place of that one.
@@ -332,15 +323,17 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
   }
 }
 
-#define SPARSE_MLA_VARIANT(name, heads, fp8, tile_rows, ring, groups, blocks, bytes)                                          \
-  using Shape_##name = Shape<heads, fp8, tile_rows, ring, groups>;                                                            \
+#define SPARSE_MLA_VARIANT(name, heads, fp8, tile_rows, ring, groups, streams, blocks, bytes)                                 \
+  using Shape_##name = Shape<heads, fp8, tile_rows, ring, groups, streams>;                                                   \
   static_assert(sizeof(Shared<Shape_##name>) == bytes, "shared memory that the launcher asks for");                           \
   extern "C" __global__ void __launch_bounds__(Shape_##name::kThreads, blocks) name(                                          \
       const u8* q, i64 q_token_stride, i64 q_head_stride, const u8* kv, u32 kv_stride, int rows, const int* indices,          \
       i64 index_stride, int columns, int split_columns, int real_heads, int head_blocks, float scale, const float* kv_scale,  \
       u8* out, i64 out_token_stride, i64 out_head_stride, float* lse, i64 lse_stride, uint4* partial_outputs,                 \
       float2* partial_sums) {                                                                                                 \
-    sparse_mla<Shape_##name>(SparseMla{q, q_token_stride, q_head_stride, kv, kv_stride, rows, indices, index_stride, columns, \
-                                       split_columns, real_heads, head_blocks, scale, kv_scale, out, out_token_stride,        \
-                                       out_head_stride, lse, lse_stride, partial_outputs, partial_sums});                     \
+    const SparseMla call{q, q_token_stride, q_head_stride, kv, kv_stride, rows, indices, index_stride, columns, split_columns,  \
+                         real_heads, head_blocks, scale, kv_scale, out, out_token_stride, out_head_stride, lse, lse_stride,     \
+                         partial_outputs, partial_sums};                                                                        \
+    if constexpr (Shape_##name::kFew) few_tokens<Shape_##name>(call);                                                           \
+    else sparse_mla<Shape_##name>(call);                                                                                        \
   }

@@ -21,7 +21,7 @@ from overlay.kernel.plan import MODEL, Cost, Model, microseconds, worth_splittin
 from overlay.kernel.variants import VARIANTS, Variant, variants_for
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-SPLITS = (1, 2, 3, 4, 6, 8, 11, 16, 22, 32)
+SPLITS = (1, 2, 3, 4, 6, 8, 11, 16, 22, 32, 64)
 COLUMNS = 2048
 STEPS = 15_000
 _BY_NAME = {variant.name: variant for variant in VARIANTS}
@@ -49,12 +49,14 @@ def launches(sm_count: int, heads: Sequence[int] = HEADS, tokens: Sequence[int] 
     """Every launch of every shape that could be chosen, but for those that leave most of the GPU idle."""
     for kv_dtype, head_count, token_count in itertools.product(KV_DTYPES, heads, tokens):
         for variant in variants_for(head_count, kv_dtype):
-            for splits in SPLITS:
-                blocks = token_count * -(-head_count // variant.heads) * splits
-                idle = splits < max(SPLITS) and 5 * blocks < sm_count
-                if not idle and (
-                    splits == 1 or worth_splitting(variant, head_count, token_count, COLUMNS, sm_count, splits)
-                ):
+            blocks = token_count * -(-head_count // variant.heads)
+            possible = [
+                splits
+                for splits in SPLITS
+                if splits == 1 or worth_splitting(variant, head_count, token_count, COLUMNS, sm_count, splits)
+            ]
+            for splits in possible:
+                if splits == possible[-1] or 5 * blocks * splits >= sm_count:
                     yield Launch(head_count, token_count, kv_dtype, variant.name, splits)
 
 
@@ -131,12 +133,17 @@ def fit(rows: Sequence[Row], sm_count: int, steps: int = STEPS) -> Model:
         if step % 500 == 0:
             progress(f"fitting: {step}/{steps}")
         width = 0.3 * 0.6 ** (10 * step / steps)
-        tried = [n * math.exp(generator.gauss(0, width)) if generator.random() < 0.2 else n for n in numbers]
+        tried = [_digits(n * math.exp(generator.gauss(0, width))) if generator.random() < 0.2 else n for n in numbers]
         badness = judge.badness(judge.modelled(_model(tried)))
         if badness < least:
             numbers, least = tried, badness
     progress("")
-    return _model([float(f"{number:.3g}") for number in numbers])
+    return _model(numbers)
+
+
+def _digits(number: float) -> float:
+    """As `source` prints it: what is judged is what is taken."""
+    return float(f"{number:.3g}")
 
 
 def _numbers(model: Model) -> list[float]:

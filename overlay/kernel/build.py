@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from overlay.kernel import source
 from overlay.kernel.errors import CompileError
-from overlay.kernel.variants import Variant
+from overlay.kernel.variants import MERGE_WARP_BYTES, MERGE_WARPS, Variant
 from overlay.packages import CUPY
 
 # -ftz as CuPy's own compiler adds it; -v makes ptxas report registers and spills in the program's log.
@@ -54,7 +54,7 @@ def attention_program(variant: Variant) -> Program:
 
 def merge_program() -> Program:
     """The kernel that joins the splits of a row, for every head count and KV dtype."""
-    return Program(MERGE, source.flatten("merge.cu"), 128)
+    return Program(MERGE, source.flatten("merge.cu"), 32 * max(MERGE_WARPS), max(MERGE_WARPS) * MERGE_WARP_BYTES)
 
 
 def index_rows_program() -> Program:

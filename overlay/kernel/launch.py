@@ -18,8 +18,8 @@ from overlay.kernel.build import attention_program, index_rows_program, merge_pr
 from overlay.kernel.early import EarlyFunction, EarlyStartRefused, starting_early
 from overlay.kernel.errors import KernelError
 from overlay.kernel.load import allow_shared, cuda_device, cupy_stream, load_function
-from overlay.kernel.plan import MERGE_WARPS, Part, Plan
-from overlay.kernel.variants import LATENT, Variant, variants_for
+from overlay.kernel.plan import Part, Plan
+from overlay.kernel.variants import LATENT, MERGE_WARP_BYTES, Variant, variants_for
 from overlay.log import logger
 
 
@@ -107,7 +107,7 @@ class SparseMLA:
                 call is split, as with `splits=1`.
             k_scale: one float32 on the device, the factor of e4m3 rows; 1 if left out.
             lse: [T, H] float32, natural log of the sum of exponentials; -inf where a token has no valid index.
-            splits: forces the number of blocks that share an index row, 1 to 32, in one launch for all tokens.
+            splits: forces the number of blocks that share an index row, 1 to 72, in one launch for all tokens.
             variant: forces one of `variants_for`, in one launch.
 
         Raises:
@@ -160,7 +160,7 @@ class SparseMLA:
                 continue
             self._merge(
                 plan.merge_grid(part.tokens),
-                (32 * MERGE_WARPS,),
+                (32 * plan.merge_warps,),
                 (
                     partial_outputs,
                     partial_sums,
@@ -176,6 +176,7 @@ class SparseMLA:
                     lse_pointer,
                     lse_stride,
                 ),
+                shared_mem=plan.merge_warps * MERGE_WARP_BYTES,
                 stream=stream,
             )
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from overlay.kernel.variants import LATENT, MAX_SPLITS, Variant, variants_for
+from overlay.kernel.variants import LATENT, MAX_SPLITS, MERGE_WARPS, Variant, variants_for
 
 MAX_WAVES = 3  # splits never launch more than this many times what the GPU holds at once
-MERGE_WARPS = 4  # of a block of the merge
 MERGE_IN_FLIGHT = 8  # splits times units that a warp of the merge asks for at once
 UNITS = LATENT // 32  # of a head tile: what a warp of the merge joins
 
@@ -41,28 +40,32 @@ class Model(NamedTuple):
     launch: float
 
 
-# Fitted to 982 launches on an H200 by `python -m overlay bench --tune`: 8 to 64 heads, 1 to 256 tokens of 2048 columns,
-# every variant and split count. Of the 72 shapes 69 get the fastest launch that was measured, and the others one that
-# is up to 1.3 % slower, 32 heads at 8 tokens most. Beyond those shapes it extrapolates. Only ratios matter, so the
-# choice holds for other parts as far as their multiprocessors are alike. `launch` is about what measured times have
-# beyond the model's: 3.7 us on average, 0.9 to 4.5 up to 64 tokens.
+# Fitted to 1,222 launches on an H200 by `python -m overlay bench --tune`: 8 to 64 heads, 1 to 256 tokens of 2048
+# columns, every variant and split count. Of the 72 shapes 69 get the fastest launch that was measured, and the others
+# one that is up to 0.9 % slower, 64 heads in fp8 at 8 tokens most. Beyond those shapes it extrapolates. Only ratios
+# matter, so the choice holds for other parts as far as their multiprocessors are alike. `launch` is what measured times
+# have beyond the model's, on average.
 MODEL = Model(
     blocks={
-        "sparse_mla_h8_bf16": Cost(1.36, 0.0248, 0.484),
-        "sparse_mla_h16_bf16": Cost(1.92, 0.0314, 0.289),
-        "sparse_mla_h32_bf16": Cost(2.19, 0.0403, 0.246),
-        "sparse_mla_h64_bf16": Cost(2.26, 0.0498, 0.589),
-        "sparse_mla_h8_bf16_deep": Cost(2.1, 0.019, 2.82),
-        "sparse_mla_h16_bf16_deep": Cost(3.31, 0.0208, 0.137),
-        "sparse_mla_h8_fp8": Cost(1.98, 0.0159, 0.396),
-        "sparse_mla_h16_fp8": Cost(2.8, 0.023, 0.282),
-        "sparse_mla_h32_fp8": Cost(1.7, 0.0356, 0.272),
+        "sparse_mla_h8_bf16": Cost(1.2, 0.0294, 0.426),
+        "sparse_mla_h16_bf16": Cost(1.71, 0.0326, 0.288),
+        "sparse_mla_h32_bf16": Cost(1.84, 0.0416, 0.258),
+        "sparse_mla_h64_bf16": Cost(1.89, 0.0519, 0.569),
+        "sparse_mla_h8_bf16_deep": Cost(2.06, 0.021, 3.81),
+        "sparse_mla_h16_bf16_deep": Cost(2.99, 0.022, 0.259),
+        "sparse_mla_h8_bf16_few": Cost(0.865, 0.0262, 0.681),
+        "sparse_mla_h16_bf16_few": Cost(0.691, 0.0346, 0.414),
+        "sparse_mla_h8_fp8": Cost(1.65, 0.0169, 0.387),
+        "sparse_mla_h16_fp8": Cost(2.34, 0.0249, 0.24),
+        "sparse_mla_h32_fp8": Cost(1.79, 0.0361, 0.296),
+        "sparse_mla_h8_fp8_few": Cost(0.62, 0.0231, 0.402),
+        "sparse_mla_h16_fp8_few": Cost(0.819, 0.0286, 0.0643),
     },
-    split_head=0.0286,
-    merge=0.475,
-    merge_split=0.00373,
-    merge_head=0.000627,
-    launch=3.5,
+    split_head=0.0366,
+    merge=1.97,
+    merge_split=0.000916,
+    merge_head=0.000553,
+    launch=0.7,
 )
 # A second launch must promise so much of the time of one: below it 0 to 3 % were measured, no more than scatter.
 WORTH_CUTTING = 0.03
@@ -79,9 +82,11 @@ class Plan:
     sharers: int  # warps of the merge that share the splits of a unit
     units: int  # that a warp of the merge joins at once
 
-    def grid(self, tokens: int) -> tuple[int, int]:
-        """Blocks of all tokens, and splits."""
-        return tokens * self.head_blocks // self.variant.groups, self.splits
+    def grid(self, tokens: int) -> tuple[int, int, int]:
+        """Blocks of all tokens, and splits; for few tokens tokens, splits and the blocks of each."""
+        if self.variant.few:
+            return tokens, self.splits, self.head_blocks
+        return tokens * self.head_blocks // self.variant.groups, self.splits, 1
 
     def partial_bytes(self, tokens: int) -> int:
         """Workspace of this plan, as cuda/partial.cuh has it: nothing without a split.
@@ -98,9 +103,14 @@ class Plan:
         """Partial outputs, f16, at the start of the workspace; the sums follow."""
         return tokens * self.splits * self.head_blocks * self.variant.group_heads * LATENT * 2
 
+    @property
+    def merge_warps(self) -> int:
+        """Of a block of the merge."""
+        return max(min(MERGE_WARPS), self.sharers)
+
     def merge_grid(self, tokens: int) -> tuple[int, int]:
         """Head tiles, and groups of the units of one."""
-        groups = UNITS * self.sharers // (MERGE_WARPS * self.units)
+        groups = UNITS * self.sharers // (self.merge_warps * self.units)
         return tokens * self.head_blocks * self.variant.group_heads // 8, groups
 
 
@@ -119,7 +129,7 @@ def plan(
     Remembered: every layer of every step asks.
 
     Raises:
-        ValueError: a split count outside 1 to 32, or a variant that does not serve these heads.
+        ValueError: a split count outside 1 to 72, or a variant that does not serve these heads.
     """
     serving = variants_for(num_heads, kv_dtype)
     if variant is not None and variant not in serving:
@@ -192,9 +202,14 @@ def choose(
 
 
 def worth_splitting(variant: Variant, num_heads: int, tokens: int, columns: int, sm_count: int, splits: int) -> bool:
-    """Whether so many splits neither launch far more than the GPU holds at once nor leave a block too few columns."""
+    """Whether so many splits neither launch far more than the GPU holds at once nor leave a block too few columns.
+
+    A block for few tokens works on a single tile of bf16 rows: H200, one token of 8 heads, 5.2 us in 32 splits and 5.0
+    in 64. In fp8, whose rows take half as long to come, 4.9 and 5.0; and others have two streams, which share tiles.
+    """
+    fewest = 32 if variant.few and variant.kv_dtype == "bf16" else 64
     blocks = tokens * -(-num_heads // variant.heads) * splits
-    return blocks <= MAX_WAVES * sm_count * variant.blocks and split_columns(columns, splits) >= 64
+    return blocks <= MAX_WAVES * sm_count * variant.blocks and split_columns(columns, splits) >= fewest
 
 
 def microseconds(
@@ -214,13 +229,16 @@ def microseconds(
 def _merge_shape(head_tiles: int, splits: int, sm_count: int) -> tuple[int, int]:
     """Warps to a unit of the merge, and units to a warp: powers of two, one of them 1.
 
-    As many warps as leave at most two blocks to a multiprocessor, four while a warp has still as many splits as it asks
-    for at once; else as many units as may be in flight and leave a block for every other multiprocessor. H200, 64 heads
-    at 8 tokens: 20.4 us by one warp, 19.7 by two, 20.8 by four; 8 heads at 64 tokens: 29.2 by units, 28.2 by pairs.
+    As many warps as make 8 to a multiprocessor, or 16 where 2 or 4 share and each has four splits or more; else as many
+    units as may be in flight and leave 4 warps for every other multiprocessor. H200, by 1, 2, 4 and 8 warps: 8 heads at
+    4 tokens in 32 splits 9.0, 7.7, 6.6 and 6.2 us; 32 heads at 8 tokens in 16 splits 13.9, 13.9, 13.5 and 14.7; 64
+    heads 17.9, 17.5, 18.4 and 20.9. 8 heads at 64 tokens: 29.2 by units, 28.2 by pairs.
     """
-    blocks = head_tiles * UNITS // MERGE_WARPS
-    for sharers in (4, 2):
-        if blocks * sharers <= (4 if splits >= MERGE_IN_FLIGHT * sharers else 2) * sm_count:
+    if splits > 32:  # more than a warp may have, or two
+        return max(MERGE_WARPS), 1
+    blocks = head_tiles * UNITS // min(MERGE_WARPS)
+    for sharers in (8, 4, 2):
+        if blocks * sharers <= (4 if sharers < 8 and splits >= 4 * sharers else 2) * sm_count:
             return sharers, 1
     most = min(MERGE_IN_FLIGHT // splits, 2 * blocks // sm_count)
     return 1, next((units for units in (4, 2) if units <= most), 1)

@@ -66,6 +66,14 @@ def main() -> None:
     for heads, kv_dtype, tokens, columns in ((8, "bf16", 40, 64), (64, "fp8", 16, 128), (8, "bf16", 1, 5900)):
         narrowest = variants_for(heads, kv_dtype)[0]
         attention(device, heads, kv_dtype, tokens=tokens, columns=columns, splits=2, variant=narrowest)
+    # Units of the merge that two, four and eight warps share, these with more splits than they read at once.
+    for heads, kv_dtype, tokens, columns, splits in (
+        (64, "fp8", 5, 256, 8),
+        (64, "fp8", 2, 128, 4),
+        (8, "bf16", 1, 2176, 68),
+    ):
+        few = next(variant for variant in variants_for(heads, kv_dtype) if variant.few)
+        attention(device, heads, kv_dtype, tokens=tokens, columns=columns, splits=splits, variant=few)
     index_rows(device)
     print("sanitize: done")
 

@@ -52,9 +52,9 @@ def build(
         declared = ", ".join(f"{kind}{name}_" for kind, name in parameters)
         passed = ", ".join(f"{name}_" for _, name in parameters)
         parts.append(
-            f'extern "C" const char* launch_{kernel}(void (*kernel)({types}), int grid_x, int grid_y, int threads,'
-            f" int reversed, int late, {declared}) {{\n"
-            f"  return emulator::launch(kernel, grid_x, grid_y, threads, reversed, late, {passed});\n}}"
+            f'extern "C" const char* launch_{kernel}(void (*kernel)({types}), int grid_x, int grid_y, int grid_z,'
+            f" int threads, int reversed, int late, {declared}) {{\n"
+            f"  return emulator::launch(kernel, grid_x, grid_y, grid_z, threads, reversed, late, {passed});\n}}"
         )
     parts.append(
         'extern "C" void allow(const u8* first, i64 bytes) { emulator::readable.push_back({first, bytes}); }\n'
@@ -97,9 +97,9 @@ class EmulatedFunction:
         self.launches.append((grid, block, shared_mem))
         launch = getattr(self.compiled, f"launch_{self.kernel}")
         launch.restype = ctypes.c_char_p
-        grid_x, grid_y = (*grid, 1)[:2]
+        sizes = (*grid, 1, 1)[:3]
         entry = ctypes.cast(getattr(self.compiled, self.entry), ctypes.c_void_p)
-        integers = (ctypes.c_int(value) for value in (grid_x, grid_y, block[0], self.reversed, self.late))
+        integers = (ctypes.c_int(value) for value in (*sizes, block[0], self.reversed, self.late))
         failure = launch(entry, *integers, *itertools.starmap(_scalar, zip(args, signature(self.kernel), strict=True)))
         assert not failure, failure.decode()
 

@@ -38,7 +38,7 @@ struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(16) int4 { int x, y, z, w; };
-struct dim3 { unsigned x = 0, y = 0; };
+struct dim3 { unsigned x = 0, y = 0, z = 0; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
@@ -315,16 +315,18 @@ inline void run_block(int threads, const std::vector<int>& order, const std::fun
 }
 
 template <class... Parameters, class... Arguments>
-const char* launch(void (*kernel)(Parameters...), int grid_x, int grid_y, int threads, int reversed, int late, Arguments... arguments) {
+const char* launch(void (*kernel)(Parameters...), int grid_x, int grid_y, int grid_z, int threads, int reversed, int late, Arguments... arguments) {
   std::vector<int> order;
   for (int warp = 0; warp < threads / 32; ++warp) order.push_back(reversed ? threads / 32 - 1 - warp : warp);
   block.late = late;
   block.failure.clear();
-  grid_size = {static_cast<unsigned>(grid_x), static_cast<unsigned>(grid_y)};
-  for (int y = 0; y < grid_y && block.failure.empty(); ++y) {
-    for (int x = 0; x < grid_x && block.failure.empty(); ++x) {
-      block_index = {static_cast<unsigned>(x), static_cast<unsigned>(y)};
-      run_block(threads, order, [&] { kernel(arguments...); });
+  grid_size = {static_cast<unsigned>(grid_x), static_cast<unsigned>(grid_y), static_cast<unsigned>(grid_z)};
+  for (unsigned z = 0; z < grid_size.z; ++z) {
+    for (unsigned y = 0; y < grid_size.y; ++y) {
+      for (unsigned x = 0; x < grid_size.x && block.failure.empty(); ++x) {
+        block_index = {x, y, z};
+        run_block(threads, order, [&] { kernel(arguments...); });
+      }
     }
   }
   return block.failure.c_str();

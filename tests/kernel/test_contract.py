@@ -60,7 +60,7 @@ REFUSED = {
     "lse has dtype torch.float64": dict(lse=torch.zeros(4, 16, dtype=torch.float64)),
     r"lse has shape \(16, 4\)": dict(lse=torch.zeros(16, 4)),
     "k_scale belongs to fp8 rows": dict(k_scale=torch.ones(1)),
-    "33 splits": dict(splits=33),
+    "73 splits": dict(splits=73),
     "0 splits": dict(splits=0),
     "workspace must be a one-dimensional uint8": dict(workspace=torch.zeros(1 << 20), splits=2),
     "workspace must be a .* on cpu": dict(workspace=None, splits=2),

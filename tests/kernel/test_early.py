@@ -11,6 +11,7 @@ import torch
 from overlay.kernel import launch
 from overlay.kernel.early import EarlyFunction, EarlyStartRefused, starting_early
 from overlay.kernel.errors import KernelError
+from overlay.kernel.variants import variants_for
 
 CPU = torch.device("cpu")
 STREAM = types.SimpleNamespace(ptr=1234)
@@ -89,5 +90,6 @@ def test_a_driver_that_refuses_early_starts_gets_plain_ones(monkeypatch, on_cpu,
             load(CPU, 8, "fp8")
         return
     assert not load(CPU, 8, "fp8").merge_starts_early
-    assert tried == [("sparse_mla_h8_fp8", True), ("sparse_mla_h8_fp8", False)]
+    first, *others = (variant.name for variant in variants_for(8, "fp8"))
+    assert tried == [(first, True), (first, False), *((name, False) for name in others)]
     assert "CUDA_ERROR_NOT_SUPPORTED" in caplog.text

@@ -142,12 +142,20 @@ def test_a_call_may_take_two_launches(emulated, heads, kv_dtype):
     assert error_of(strided, out, lse) <= 3e-3
 
 
-@pytest.mark.parametrize(("sms", "sharers"), [(1, 1), (2, 2), (132, 4)])
-def test_any_number_of_warps_may_share_a_unit_of_the_merge(emulated, sms, sharers):
-    case, kernel = make_case(1, 8, "bf16", 700), emulated(8, "bf16", late=True, reversed=True)
-    kernel.sm_count = sms
-    assert kernel.plan(1, 700, 19).sharers == sharers
-    out, lse = run(kernel, case, splits=19)
+@pytest.mark.parametrize(
+    ("sms", "splits", "sharers"),
+    [(1, 7, 1), (1, 19, 1), (4, 7, 2), (3, 19, 2), (8, 7, 4), (4, 19, 4), (132, 3, 8), (132, 40, 8), (1, 71, 8)],
+)
+@pytest.mark.parametrize(("heads", "kv_dtype"), [(8, "bf16"), (12, "fp8")])
+def test_any_number_of_warps_may_share_a_unit_of_the_merge(emulated, heads, kv_dtype, sms, splits, sharers):
+    """Among empty splits, too, and where there are more warps than splits."""
+    case, kernel = make_case(1, heads, kv_dtype, 2240), emulated(heads, kv_dtype, late=True, reversed=True)
+    head_tiles = -(-heads // 8)
+    kernel.sm_count = sms * head_tiles
+    case.indices[0, 320:640] = -1
+    cut = kernel.plan(1, 2240, splits)
+    assert (cut.sharers, cut.units) == (sharers, 1)
+    out, lse = run(kernel, case, splits=splits)
     assert error_of(case, out, lse) <= 3e-3
 
 
@@ -274,7 +282,7 @@ def test_masked_rows_are_not_copied(emulated, library):
 
 # fault -> heads, KV dtype, text of the source and what takes its place
 class Fault(NamedTuple):
-    """A change to the source that must show in a call of one variant, at its widest."""
+    """A change to the source that must show in a call of the first variant of its heads, or of that for few tokens."""
 
     heads: int
     kv_dtype: str
@@ -282,6 +290,7 @@ class Fault(NamedTuple):
     instead: str
     columns: int = 300
     splits: int = 1
+    few: bool = False
 
 
 BROKEN = {
@@ -300,7 +309,7 @@ BROKEN = {
     "tiles read before one warp has listed them": Fault(
         16,
         "bf16",
-        "if (S::kFp8 || !few) __syncthreads();\n  const int listed",
+        "if ((S::kFp8 && !S::kLateQuery) || !few) __syncthreads();\n  const int listed",
         "const int listed",
     ),
     "few columns read before all warps have listed them": Fault(
@@ -310,9 +319,7 @@ BROKEN = {
     "indices past the last tile left as they were": Fault(
         8, "bf16", "    sm.ring[place %", "    if (place < count) sm.ring[place %", 209
     ),
-    "the last columns not scanned": Fault(
-        8, "bf16", "kWords = kAheadColumns / 32,", "kWords = kAheadColumns / 32 - 1,", 256
-    ),
+    "the last columns not scanned": Fault(8, "bf16", "kWords = Columns / 32,", "kWords = Columns / 32 - 1,", 256),
     "halves joined before they are given": Fault(
         16,
         "bf16",
@@ -339,16 +346,54 @@ BROKEN = {
         3,
     ),
     "shares of the merge read before they are there": Fault(
-        8, "bf16", "__syncthreads();\n      if (share > 0)", "if (share > 0)", 300, 3
+        8, "bf16", "__syncthreads();\n    constexpr int kMore", "constexpr int kMore", 300, 3
+    ),
+    "a share of the merge not brought to the common maximum": Fault(
+        8, "bf16", "first += factor * part[i].x;", "first += part[i].x;", 300, 3
+    ),
+    "few tokens: Q read before it is there": Fault(
+        8, "bf16", "wait_copies<S::kRing - 1>();\n      __syncwarp();\n      load_query", "load_query", few=True
+    ),
+    "few tokens: rows where Q still lies": Fault(
+        16, "fp8", "region + (S::kRing - 1) * S::kPieceBytes;", "region;", few=True
+    ),
+    "few tokens: no barrier after the partial scores": Fault(
+        8, "bf16", "__syncthreads();\n    add_slices", "add_slices", few=True
+    ),
+    "few tokens: columns read before all warps have listed them": Fault(
+        8,
+        "bf16",
+        "__syncthreads();\n  if (!few) {\n    if (warp == 0)",
+        "if (!few) {\n    if (warp == 0)",
+        193,
+        few=True,
+    ),
+    "few tokens: tiles read before one warp has listed them": Fault(
+        16, "bf16", "list_live_tiles(sm, columns);\n    __syncthreads();", "list_live_tiles(sm, columns);", few=True
+    ),
+    "few tokens: a tile not asked for": Fault(
+        8, "fp8", "t + kTilesHeld < tiles;", "t + kTilesHeld + 1 < tiles;", few=True
+    ),
+    "few tokens: parts of Q taken as if they had one factor": Fault(
+        8, "fp8", "s[r][n][i] *= inverse[n][i % 2];", ";", few=True
+    ),
+    "few tokens: as few groups as there are tiles": Fault(
+        8,
+        "bf16",
+        "    commit_copies();  // as many groups whatever there is",
+        "    if (piece / S::kPieces < tiles) commit_copies();",
+        20,
+        few=True,
     ),
 }
 
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_kernel_is_noticed(emulated, tmp_path, fault):
-    heads, kv_dtype, text, instead, columns, splits = BROKEN[fault]
-    variant = variants_for(heads, kv_dtype)[0]
-    broken = emulation.build(tmp_path, variants_for(heads, kv_dtype), [(text, instead)])
+    heads, kv_dtype, text, instead, columns, splits, few = BROKEN[fault]
+    serving = variants_for(heads, kv_dtype)
+    variant = next(one for one in serving if one.few and one.heads == heads) if few else serving[0]
+    broken = emulation.build(tmp_path, serving, [(text, instead)])
     case = make_case(1, heads, kv_dtype, columns)
     case.indices[case.indices == 3] = 5
     if splits > 1:

@@ -29,7 +29,7 @@ def test_the_draws_reach_every_edge():
     assert all(drawn.columns <= MAX_COLUMNS and drawn.rows <= POOL_ROWS for drawn in DRAWS)
     counts = Counter(drawn.kv_dtype for drawn in DRAWS)
     assert min(counts.values()) > 4500
-    assert {drawn.splits for drawn in DRAWS} == {None, *range(1, 33)}
+    assert {drawn.splits for drawn in DRAWS} == {None, *range(1, 73)}
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
