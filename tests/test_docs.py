@@ -118,7 +118,7 @@ def test_variants_are_those_of_the_code():
     rows = table("docs/kernel.md", "| heads | KV | tile rows |")
     assert [[*row[:6], row[8]] for row in rows] == [
         [
-            f"{variant.heads}{' deep' if variant.deep else ''}",
+            f"{variant.heads}{' deep' if variant.deep else ' few' if variant.few else ''}",
             variant.kv_dtype,
             str(variant.tile_rows),
             f"{variant.ring} of {variant.tile_rows // 8} KB",
