@@ -89,7 +89,7 @@ __device__ __forceinline__ void prefetch_indices(Shared<S>& sm, int stream, int 
 
 // Up to `Columns` columns: live tiles, their rows and the ring in one step, without a word between the warps. Each sees all
 // columns and knows every tile's place; each writes what stands in its words. Without a branch, since nothing else can start:
-// tiles without a live row take the places behind the live ones, so that every entry of the ring is written. Needs a block barrier.
+// tiles without a live row take the places behind the live ones, so that entries are written for all tiles. Needs a block barrier.
 template <class S, int Columns = kAheadColumns, class Meanwhile>
 __device__ __forceinline__ void scan_few_columns(Shared<S>& sm, const int* __restrict__ idx, int columns, int rows,
                                                  Meanwhile meanwhile) {

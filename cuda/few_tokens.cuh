@@ -26,6 +26,7 @@ __device__ __forceinline__ void few_tokens(const SparseMla& a) {
   u8* region = sm.tiles[slice];
   constexpr int kTilesHeld = S::kRing / S::kPieces;
   static_assert(S::kRing % S::kPieces == 0, "whole tiles");
+  static_assert(S::kEarlyValues, "registers hold the values of a tile");
 
   // Two latencies in one. Columns first, since the rows wait for them, but where the way of Q is as long: 1 to 2 % at one token of 8
   // heads in fp8; with 16 the columns would wait too long. Past the last head nothing is read.
@@ -105,7 +106,8 @@ __device__ __forceinline__ void few_tokens(const SparseMla& a) {
 #pragma unroll
   for (int n = 0; n < S::kHeadTiles; ++n) scale[n][0] = scale[n][1] = a.scale * kv_scale;
   auto partial = Partial::of<S>(a, token, head_block);
-  partial.keep();
+  keep(partial.outputs);  // known before the first tile, not where they are used
+  keep(partial.sums);
 
   Output<S> o = {};
   Running<S::kHeadTiles> running;
@@ -167,7 +169,7 @@ __device__ __forceinline__ void few_tokens(const SparseMla& a) {
     first = first + S::kPieces < S::kRing ? first + S::kPieces : 0;
   }
   wait_copies<0>();
-  __syncwarp();  // the other lanes' copies as well: what follows may overwrite the tiles
+  __syncwarp();
 
   running.finish();
   float norm[S::kHeadTiles][2];

@@ -84,8 +84,6 @@ struct Partial {
     const i64 block = static_cast<i64>((token * gridDim.y + blockIdx.y) * a.head_blocks + head_block);
     return {a.partial_outputs + block * outputs_of_block(S::kHeads), a.partial_sums + block * sums_of_block(S::kHeads)};
   }
-  // Left alone, the compiler works out the addresses where they are used.
-  __device__ __forceinline__ void keep() { asm volatile("" : "+l"(outputs), "+l"(sums)); }
   // Where a split without a live row leaves that it is one.
   template <class S>
   __device__ __forceinline__ void leave_nothing() const {

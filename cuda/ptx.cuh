@@ -19,7 +19,10 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
 // Keeps a value in its register: left alone, the compiler computes addresses anew from the thread's number at every use, which
 // took a third of the instructions of a tile.
 __device__ __forceinline__ void keep(u32& value) { asm volatile("" : "+r"(value)); }
-__device__ __forceinline__ void keep(const u8*& pointer) { asm volatile("" : "+l"(pointer)); }
+template <class T>
+__device__ __forceinline__ void keep(T*& pointer) {
+  asm volatile("" : "+l"(pointer));
+}
 
 // --- asynchronous copies -----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import pytest
 from overlay import commands, registry
 from overlay.bench import projection
 from overlay.commands.explain import as_markdown, summary_table
+from overlay.kernel.plan import plan
 from overlay.kernel.variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,13 +106,25 @@ def test_ratios_are_those_of_the_kept_run(head: str, kv: str, count: int):
         assert cells == [f"{theirs['us'] / ours['us']:.2f}" for theirs, ours in pairs]
 
 
-def test_launches_are_those_of_the_kept_run():
+def test_launches_are_those_of_the_code():
     launches = table("docs/kernel.md", "| heads | KV | T=1 | T=8 |")
     assert len(launches) == 8
     for heads, kv, *cells in launches:
-        rows = [measured(int(heads), tokens, kv) for tokens in (1, 8, 64, 128, 1024, 4096)]
-        blocks = [row["variant"].removeprefix("sparse_mla_h").replace(f"_{kv}", "").replace("_", " ") for row in rows]
-        assert cells == [f"{block} x {row['splits']}" for block, row in zip(blocks, rows, strict=True)]
+        cuts = [plan(int(heads), kv, tokens, 2048, 132) for tokens in (1, 8, 64, 128, 1024, 4096)]
+        names = [cut.variant.name.removeprefix("sparse_mla_h").replace(f"_{kv}", "").replace("_", " ") for cut in cuts]
+        assert cells == [f"{name} x {cut.splits}" for name, cut in zip(names, cuts, strict=True)]
+
+
+def test_times_of_few_tokens_are_those_of_the_launches_that_a_call_takes():
+    kept = json.loads((ROOT / "docs/measurements/tune-nvidia-h200.json").read_text())
+    names = ("heads", "tokens", "kv_dtype", "variant", "splits")
+    times = {tuple(row[name] for name in names): row["us"] for row in kept["rows"]}
+    rows = table("docs/kernel.md", "| heads | KV | 1 token | 2 |")
+    assert len(rows) == 8
+    for heads, kv, *cells in rows:
+        for tokens, cell in zip((1, 2, 4, 8, 16, 64), cells, strict=True):
+            cut = plan(int(heads), kv, tokens, 2048, kept["sm_count"])
+            assert cell == microseconds(times[int(heads), tokens, kv, cut.variant.name, cut.splits])
 
 
 def test_variants_are_those_of_the_code():

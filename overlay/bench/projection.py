@@ -73,7 +73,7 @@ def shared_bytes_a_tile(variant: Variant) -> int:
 def served_by(heads: int, kv_dtype: str) -> tuple[Variant, int]:
     """The variant of such a prefill, and how many blocks of it share a token's heads."""
     cut = plan(heads, kv_dtype, TOKENS, COLUMNS, H200_SMS)
-    return cut.variant, cut.grid(1)[0]
+    return cut.variant, cut.head_blocks // cut.variant.groups
 
 
 def project(part: Part, heads: int, kv_dtype: str, row: Row, instructions: int) -> Projection:

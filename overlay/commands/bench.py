@@ -3,9 +3,12 @@
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 from overlay.errors import OverlayError
+
+KEEP_SECONDS = 10.0  # a run that is killed loses no more of its minutes
 
 HELP = "measure the kernel against this GPU's limits and its peers (needs a GPU)"
 
@@ -70,9 +73,13 @@ def run(options: argparse.Namespace) -> int:
         report.figure_class()
     chosen = cases.grid(options.heads or cases.HEADS, options.tokens or cases.TOKENS)
     rows, stopped = [], None
+    so_far, kept = None, time.monotonic()
     try:
         for row in runner.measure(chosen, with_peers=not options.no_peers):
             rows.append(row)  # one by one: what was measured in minutes is not lost with the case that ends the run
+            if time.monotonic() - kept > KEEP_SECONDS:
+                document = report.document(rows, bars.bars(rows), complete=False)
+                so_far, kept = measurement.keep("bench-part", document, directory), time.monotonic()
     except (KeyboardInterrupt, SystemExit, Exception) as error:
         if not rows:
             raise
@@ -85,6 +92,8 @@ def run(options: argparse.Namespace) -> int:
     # A part of a run does not take the place of a whole one.
     whole = stopped is None and not (options.heads or options.tokens or options.no_peers)
     file = measurement.keep("bench" if whole else "bench-part", document, directory)
+    if whole and so_far is not None:
+        so_far.unlink()
     print(f"kept in {file}", file=sys.stderr)
     if options.plot:
         report.plot(rows, options.plot)

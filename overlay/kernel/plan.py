@@ -205,7 +205,7 @@ def worth_splitting(variant: Variant, num_heads: int, tokens: int, columns: int,
     """Whether so many splits neither launch far more than the GPU holds at once nor leave a block too few columns.
 
     A block for few tokens works on a single tile of bf16 rows: H200, one token of 8 heads, 5.2 us in 32 splits and 5.0
-    in 64. In fp8, whose rows take half as long to come, 4.9 and 5.0; and others have two streams, which share tiles.
+    in 64. In fp8, whose rows take half as long to come, 4.9 and 5.0. Other variants need more to pay for their start.
     """
     fewest = 32 if variant.few and variant.kv_dtype == "bf16" else 64
     blocks = tokens * -(-num_heads // variant.heads) * splits

@@ -206,6 +206,23 @@ def test_a_call_of_two_launches_is_timed_as_one_too():
     assert ours["error"] < 3e-3 and alone["error"] < 3e-3
 
 
+def test_what_was_measured_is_kept_while_the_run_lasts(monkeypatch, tmp_path, capsys):
+    """A killed process cannot keep anything any more."""
+    found = []
+
+    def measure(chosen, with_peers):
+        for _ in range(3):
+            yield row()
+            found.append([(file.name, len(json.loads(file.read_text())["rows"])) for file in tmp_path.iterdir()])
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(runner, "measure", measure)
+    monkeypatch.setattr(command, "KEEP_SECONDS", -1.0)
+    assert main(["bench", "--out", str(tmp_path)]) == 0
+    assert found == [[("bench-part-no-gpu.json", count)] for count in (1, 2, 3)]
+    assert [file.name for file in tmp_path.iterdir()] == ["bench-no-gpu.json"]
+
+
 @pytest.mark.parametrize(
     ("ending", "status"),
     [

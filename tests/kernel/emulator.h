@@ -398,7 +398,8 @@ inline u32 shared_address(const void* pointer) { return static_cast<u32>(static_
 inline void launch_dependents() {}
 inline void wait_for_prerequisites() {}
 inline void keep(u32&) {}
-inline void keep(const u8*&) {}
+template <class T>
+inline void keep(T*&) {}
 inline void copy16_async(u32 shared, const void* global, bool live) { emulator::issue({shared, global, 16, live}); }
 inline void copy4_async(u32 shared, const void* global) { emulator::issue({shared, global, 4, true}); }
 

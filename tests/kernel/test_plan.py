@@ -83,6 +83,14 @@ def test_a_plan_is_possible_and_bounded(heads, kv_dtype, tokens, columns, sm_cou
     assert tiles * 8 == tokens * cut.head_blocks * cut.variant.group_heads
 
 
+@given(st.integers(1, 1000), st.integers(1, 100_000), st.integers(1, MAX_SPLITS), head_counts)
+def test_a_warp_of_the_merge_has_as_many_splits_as_it_holds_weights(sm_count, tokens, splits, heads):
+    """32, kMostSplits in cuda/merge.cu; several units have at most as many in flight."""
+    cut = plan(heads, "bf16", tokens, 8192, sm_count, splits=splits)
+    assert -(-splits // cut.sharers) <= (32 if cut.units == 1 else MERGE_IN_FLIGHT // cut.units)
+    assert splits <= 32 or cut.sharers == 8
+
+
 @given(head_counts, kv_dtypes, st.integers(1, 3000), st.integers(1, 3000), columns, sm_counts)
 def test_workspace_is_enough_for_every_smaller_call(heads, kv_dtype, tokens, fewer, columns, sm_count):
     tokens, fewer = max(tokens, fewer), min(tokens, fewer)
