@@ -7,7 +7,7 @@
 // weights it has computed once.
 #include "partial.cuh"
 
-constexpr int kMostWarps = 8;   // of a block: as many as share a unit, and at least four
+constexpr int kMostWarps = 8;    // of a block: as many as share a unit, and at least four
 constexpr int kMostUnits = 4;    // of a warp
 constexpr int kMostSplits = 32;  // of a warp
 constexpr int kSharedRow = kUnitDims + 4;  // floats: eight dims of every other head lie in as many banks

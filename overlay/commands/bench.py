@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for bench-GPU.json, or bench-part-GPU.json for a part of the cases (docs/measurements)",
+        help="folder for bench-GPU.json, or bench-part-GPU.json for a part of the cases (docs/measurements); "
+        "bench-unfinished-GPU.json is what a killed run leaves",
     )
 
 
@@ -79,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
             rows.append(row)  # one by one: what was measured in minutes is not lost with the case that ends the run
             if time.monotonic() - kept > KEEP_SECONDS:
                 document = report.document(rows, bars.bars(rows), complete=False)
-                so_far, kept = measurement.keep("bench-part", document, directory), time.monotonic()
+                so_far, kept = measurement.keep("bench-unfinished", document, directory), time.monotonic()
     except (KeyboardInterrupt, SystemExit, Exception) as error:
         if not rows:
             raise
@@ -92,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     # A part of a run does not take the place of a whole one.
     whole = stopped is None and not (options.heads or options.tokens or options.no_peers)
     file = measurement.keep("bench" if whole else "bench-part", document, directory)
-    if whole and so_far is not None:
+    if so_far is not None:
         so_far.unlink()
     print(f"kept in {file}", file=sys.stderr)
     if options.plot:

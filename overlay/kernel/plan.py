@@ -40,11 +40,11 @@ class Model(NamedTuple):
     launch: float
 
 
-# Fitted to 1,222 launches on an H200 by `python -m overlay bench --tune`: 8 to 64 heads, 1 to 256 tokens of 2048
-# columns, every variant and split count. Of the 72 shapes 69 get the fastest launch that was measured, and the others
-# one that is up to 0.9 % slower, 64 heads in fp8 at 8 tokens most. Beyond those shapes it extrapolates. Only ratios
-# matter, so the choice holds for other parts as far as their multiprocessors are alike. `launch` is what measured times
-# have beyond the model's, on average.
+# Fitted to 1,222 launches on an H200 (docs/measurements/tune-nvidia-h200.json) as `python -m overlay bench --tune` does
+# it, the best of six walks: 8 to 64 heads, 1 to 256 tokens of 2048 columns, every variant and split count. Of the 72
+# shapes 69 get the fastest launch that was measured, and the others one that is up to 0.9 % slower, 64 heads in fp8 at
+# 8 tokens most. Beyond those shapes it extrapolates. Only ratios matter, so the choice holds for other parts as far as
+# their multiprocessors are alike. `launch` is what measured times have beyond the model's, on average.
 MODEL = Model(
     blocks={
         "sparse_mla_h8_bf16": Cost(1.2, 0.0294, 0.426),

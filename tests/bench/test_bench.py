@@ -219,7 +219,7 @@ def test_what_was_measured_is_kept_while_the_run_lasts(monkeypatch, tmp_path, ca
     monkeypatch.setattr(runner, "measure", measure)
     monkeypatch.setattr(command, "KEEP_SECONDS", -1.0)
     assert main(["bench", "--out", str(tmp_path)]) == 0
-    assert found == [[("bench-part-no-gpu.json", count)] for count in (1, 2, 3)]
+    assert found == [[("bench-unfinished-no-gpu.json", count)] for count in (1, 2, 3)]
     assert [file.name for file in tmp_path.iterdir()] == ["bench-no-gpu.json"]
 
 
