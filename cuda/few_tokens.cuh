@@ -2,7 +2,7 @@
 // some dozen index columns. A warp to a scheduler takes 3 to 4 clocks an instruction, so what counts is how many stand one behind
 // the other. Against `sparse_mla`, which is made for blocks that find work to hide behind:
 //
-//   - one stream of four slices: no streams to join, which took as long as a tile;
+//   - one stream of four slices: no streams to join in the end;
 //   - the first rows are asked for as soon as the columns are known. Q lies where the last piece of the ring will, and is read, and
 //     for fp8 converted, while they are on their way; each warp converts its part by itself;
 //   - the first tile takes its maxima before its weights, since there is nothing yet that these could be relative to;

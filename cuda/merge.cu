@@ -15,7 +15,7 @@ constexpr int kSharedRow = kUnitDims + 4;  // floats: eight dims of every other 
 struct Merge {
   const uint4* partial_outputs;
   const float2* partial_sums;
-  int splits, sharers, block_heads, heads, head_blocks, paired_dims;
+  int splits, block_heads, heads, head_blocks, paired_dims;
   u8* out;
   i64 out_token_stride, out_head_stride;
   float* lse;
@@ -31,7 +31,6 @@ struct alignas(16) MergeWarp {
   };
   float2 sums[8];  // of each head, maximum and sum of this warp's splits
 };
-static_assert(sizeof(MergeWarp) == 2112, "shared memory that the launcher asks for");
 
 // One merged unit, rounded, on its way to rows.
 __device__ __forceinline__ void stage_merged(const Merge& m, const float (&merged)[2][4], u8* stage) {
@@ -244,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(32 * kMostWarps)
                  i64 lse_stride) {
   extern __shared__ __align__(1024) u8 dynamic_shared[];
   MergeWarp* warps = reinterpret_cast<MergeWarp*>(dynamic_shared);
-  const Merge m{partial_outputs, partial_sums, splits, sharers, block_heads, heads, head_blocks, paired_dims,
+  const Merge m{partial_outputs, partial_sums, splits, block_heads, heads, head_blocks, paired_dims,
                 out, out_token_stride, out_head_stride, lse, lse_stride};
   if (units == 4) merge_units<1, 4, 2, 1>(m, warps);
   else if (units == 2) merge_units<1, 2, 4, 1>(m, warps);

@@ -54,7 +54,10 @@ def attention_program(variant: Variant) -> Program:
 
 def merge_program() -> Program:
     """The kernel that joins the splits of a row, for every head count and KV dtype."""
-    return Program(MERGE, source.flatten("merge.cu"), 32 * max(MERGE_WARPS), max(MERGE_WARPS) * MERGE_WARP_BYTES)
+    warps = max(MERGE_WARPS)
+    agreed = f"sizeof(MergeWarp) == {MERGE_WARP_BYTES} && kMostWarps == {warps}"
+    text = source.flatten("merge.cu") + f'static_assert({agreed}, "what the launcher asks for");\n'
+    return Program(MERGE, text, 32 * warps, warps * MERGE_WARP_BYTES)
 
 
 def index_rows_program() -> Program:

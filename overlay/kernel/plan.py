@@ -188,6 +188,13 @@ def split_columns(columns: int, splits: int) -> int:
     return -(-columns // (32 * splits)) * 32
 
 
+@lru_cache(maxsize=64)
+def split_counts(columns: int) -> tuple[int, ...]:
+    """The counts worth a thought: of those that give a split as many columns the smallest, which leaves none empty."""
+    smallest = {split_columns(columns, count): count for count in range(MAX_SPLITS, 0, -1)}
+    return tuple(sorted(smallest.values()))
+
+
 def choose(
     serving: tuple[Variant, ...], num_heads: int, tokens: int, columns: int, sm_count: int, splits: int | None = None
 ) -> tuple[Variant, int]:
@@ -195,7 +202,7 @@ def choose(
     candidates = [
         (variant, count)
         for variant in serving
-        for count in ((splits,) if splits else range(1, MAX_SPLITS + 1))
+        for count in ((splits,) if splits else split_counts(columns))
         if splits or count == 1 or worth_splitting(variant, num_heads, tokens, columns, sm_count, count)
     ]
     return min(candidates, key=lambda one: microseconds(MODEL, *one, num_heads, tokens, columns, sm_count))

@@ -10,7 +10,7 @@ WARPS = 4  # of a group
 MAX_COLUMNS = 8192  # index columns of a row, as wide as the kernel's bit map
 MAX_SPLITS = 72  # 2176 columns, vLLM's width, are 68 splits of 32
 MERGE_WARPS = (4, 8)  # of a block of the merge, least and most
-MERGE_WARP_BYTES = 2112  # of shared memory for each, as in cuda/merge.cu
+MERGE_WARP_BYTES = 2112  # of shared memory for each; the compiler checks that cuda/merge.cu needs as much
 SHARED_LIMIT = 101_376  # bytes a block may use on sm_120 and sm_121
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120", "sm_121")
 

@@ -76,6 +76,7 @@ def test_a_plan_is_possible_and_bounded(heads, kv_dtype, tokens, columns, sm_cou
     if cut.splits > 1:
         assert math.prod(cut.grid(tokens)) <= MAX_WAVES * sm_count * cut.variant.blocks
         assert cut.split_columns >= (32 if cut.variant.few else 64)
+        assert (cut.splits - 1) * cut.split_columns < columns, "a split without columns"
     tiles, groups = cut.merge_grid(tokens)
     assert groups * cut.merge_warps * cut.units == UNITS * cut.sharers and cut.merge_warps in MERGE_WARPS
     assert cut.sharers in (1, 2, 4, 8) and cut.units in (1, 2, 4) and 1 in (cut.sharers, cut.units)

@@ -97,6 +97,26 @@ def test_what_splits_leave_may_be_rounded_and_nothing_else(on_this_machine):
             random_launches.check(case, out, lse, many_rows=False, split_from=split_from)
 
 
+def test_a_gpu_case_of_few_tokens_is_checked_by_the_usual_variant_too(on_this_machine, monkeypatch):
+    case, call, asked = cases.make_case(2, 8, "fp8", 100, valid=60, rows=300), cases.call, []
+
+    def noted(case, splits, variant):
+        asked.append(variant and variant.few)
+        return call(case, splits, variant)
+
+    monkeypatch.setattr(cases, "call", noted)
+    cases.run_and_check(case)
+    assert asked == [None, False]
+
+    def broken(case, splits, variant):
+        out, lse = call(case, splits, variant)
+        return (out * 1.1 if variant else out), lse
+
+    monkeypatch.setattr(cases, "call", broken)
+    with pytest.raises(AssertionError, match="relative error"):
+        cases.run_and_check(case)
+
+
 def test_a_wrong_result_is_counted_and_the_report_is_kept(on_this_machine, monkeypatch):
     first = small(1)
     monkeypatch.setattr(random_launches, "draw", lambda seed, number: first[number])
