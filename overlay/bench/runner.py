@@ -56,7 +56,7 @@ def _ours(case: Case, calls: list[Inputs], peak: float) -> Iterator[Row]:
     with as_on_sm120(kernel) as blocks:
         error = _check(case, calls[0], attend)
         timed = [lambda call=call: attend(call) for call in calls]
-        us = timing.warm(timed)
+        us = timing.warm(timed, captures=timing.CAPTURES)
         cold = timing.cold(timed) if case.tokens <= COLD_TOKENS else None
         alone = None
         if case.plain and len(parts) > 1:
@@ -69,7 +69,7 @@ def _ours(case: Case, calls: list[Inputs], peak: float) -> Iterator[Row]:
                 **asdict(case),
                 "reason": None,
                 "error": _check(case, calls[0], whole),
-                "us": timing.warm([lambda call=call: whole(call) for call in calls]),
+                "us": timing.warm([lambda call=call: whole(call) for call in calls], captures=timing.CAPTURES),
                 "variant": one.variant.name,
                 "splits": one.splits,
             }
@@ -110,7 +110,7 @@ def _peer_rows(case: Case, calls: list[Inputs]) -> Iterator[Row]:
         try:
             timed = peer.prepare(case, calls)
             row["error"] = _difference(case, calls[0], timed[0])
-            row["us"] = timing.warm(timed)
+            row["us"] = timing.warm(timed, captures=timing.CAPTURES)
         except Unavailable as reason:
             row["reason"] = str(reason)
         except Exception as error:  # a peer's own failure is a finding, and must not end the run
