@@ -64,21 +64,25 @@ struct Shape {
   static constexpr int kSliceRegion = kFew || kRing * kPieceBytes > kSliceQueries ? kRing * kPieceBytes : kSliceQueries;
 
   // Registers allow to hold the values of a whole tile: its pieces are refilled before the softmax, not after it.
-  static constexpr bool kEarlyValues = (Heads == 8 || kFew) && kRowTiles * kDimTiles * (Fp8 ? 2 : 4) <= 64;
+  static constexpr bool kEarlyValues = Heads == 8 && !kFew && kRowTiles * kDimTiles * (Fp8 ? 2 : 4) <= 64;
   // Dims whose values are loaded at once: as many as the registers allow beside the ones in use.
-  static constexpr bool kWholePieces = kEarlyValues || (Heads == 32 && !Fp8 && !kShared);
-  static constexpr int kStepTiles = kWholePieces ? kPieceTiles : kPieceTiles / (Heads == 32 && Fp8 ? 4 : 2);
+  static constexpr bool kWholePieces = kEarlyValues || kFew || (Heads == 32 && !Fp8 && !kShared);
+  static constexpr int kStepTiles = kWholePieces ? kPieceTiles : kPieceTiles / (Heads > 8 && Fp8 ? 4 : 2);
   // Whether a lane's addresses are kept, of K, and of V and the targets of copies; and whether a tile's mask is read after its scores
   // instead of before them. From one choice to another, and with what stands before and after it, the same loop takes 1 to 9 % more
   // or less (docs/kernel.md, what was tried): before it is changed, every variant wants to be timed.
-  static constexpr bool kKeepsKeys = Heads == 8 || kShared;
+  static constexpr bool kKeepsKeys = Heads == 8 || kShared || (Heads == 16 && Fp8 && !kFew);
   static constexpr bool kKeepsTargets = Heads == 8;
   static constexpr bool kLateMask = !kReplicated && (kShared || Fp8);
   // Whether the compiler is told that a warp's number is the same in all its lanes. Addresses then take uniform registers: 1 to
   // 2 % faster; with 32 heads in fp8 its schedule is 4 to 5 % slower.
   static constexpr bool kUniformWarp = Heads <= 16 || !Fp8;
-  // Two buffers of partial scores, used in turn, save the barrier between reading one tile's and writing the next.
-  static constexpr int kBuffers = Heads == 8 || kFew ? 2 : 1;
+  // Whether neighbouring dims go through the head tiles there and back, in the second product: with two groups 0.4 % faster at 128
+  // tokens.
+  static constexpr bool kThereAndBack = kShared || (Heads == 16 && Fp8 && !kFew);
+  // Two buffers of partial scores, used in turn, save the barrier between reading one tile's and writing the next. Two blocks of 16
+  // heads in bf16 have no room for them.
+  static constexpr int kBuffers = Heads == 8 || kFew || (kReplicated && Fp8) ? 2 : 1;
   static constexpr int kPartialTiles = kReplicated ? kHeadTiles : kHeadTiles - 1;  // head tiles that a warp shows to others
 
   // Whether Q goes to f16 while the first rows are on their way, and not before. 32 heads spill.

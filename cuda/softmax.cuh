@@ -202,10 +202,12 @@ __device__ __forceinline__ void rescale_output(Output<S>& o, int n, float first,
   }
 }
 
-// Every warp finishes all scores: the same sums in the same order, so all warps decide alike and nothing has to be told.
+// Every warp finishes all scores: the same sums in the same order, so all warps decide alike and nothing has to be told. Counts the
+// weights, rounds them and turns them into operands of the second product.
 template <class S>
-__device__ __forceinline__ void weigh(const Scores<S>& s, const float (&scale)[S::kHeadTiles][2], u32 live, float limit,
-                                      Running<S::kHeadTiles>& running, Output<S>& o, Scores<S>& w) {
+__device__ __forceinline__ void weigh_all(const Scores<S>& s, const float (&scale)[S::kHeadTiles][2], u32 live, float limit,
+                                          Running<S::kHeadTiles>& running, Output<S>& o, Weights<S>& p) {
+  Scores<S> w;
   // Weights first, in the hope that the maxima stand: the vote then costs no time of its own.
   const float largest = exponentiate(w, running, scale, s, live);
   if (__any_sync(kFullWarp, largest > limit)) {
@@ -215,20 +217,6 @@ __device__ __forceinline__ void weigh(const Scores<S>& s, const float (&scale)[S
     for (int n = 0; n < S::kHeadTiles; ++n) rescale_output<S>(o, n, factor[n][0], factor[n][1]);
     exponentiate(w, running, scale, s, live);
   }
-}
-
-// The same for the first tile: its maxima are known to rise, and there is no output yet.
-template <class S>
-__device__ __forceinline__ void weigh_first(const Scores<S>& s, const float (&scale)[S::kHeadTiles][2], u32 live,
-                                            Running<S::kHeadTiles>& running, Scores<S>& w) {
-  float factor[S::kHeadTiles][2];
-  raise_maxima(running, scale, s, live, factor);
-  exponentiate(w, running, scale, s, live);
-}
-
-// Counts the weights, rounds them and turns them into operands of the second product.
-template <class S>
-__device__ __forceinline__ void take_weights(const Scores<S>& w, Running<S::kHeadTiles>& running, Weights<S>& p) {
 #pragma unroll
   for (int r = 0; r < S::kRowTiles; ++r) {
 #pragma unroll
@@ -239,14 +227,6 @@ __device__ __forceinline__ void take_weights(const Scores<S>& w, Running<S::kHea
       p[r][n][1] = transpose_matrix(pair.y);
     }
   }
-}
-
-template <class S>
-__device__ __forceinline__ void weigh_all(const Scores<S>& s, const float (&scale)[S::kHeadTiles][2], u32 live, float limit,
-                                          Running<S::kHeadTiles>& running, Output<S>& o, Weights<S>& p) {
-  Scores<S> w;
-  weigh<S>(s, scale, live, limit, running, o, w);
-  take_weights<S>(w, running, p);
 }
 
 template <class S>

@@ -196,9 +196,10 @@ __device__ __forceinline__ void sparse_mla(const SparseMla& a) {
           for (int r = 0; r < S::kRowTiles; ++r) multiply_values<S>(o, p, r, v[piece][r], piece * S::kPieceTiles);
         }
       } else {
-        read_next(t, 0);
+        if constexpr (!S::kFp8) read_next(t, 0);
         named_barrier<64>(1 + stream);
         add_partner<S>(s, sm, buffer, place);
+        if constexpr (S::kFp8) read_next(t, 0);
         if constexpr (kSingle) named_arrive<64>(kRead + (warp ^ 1));
         weigh_all<S>(s, scale, live, limit, running, o, p);
       }

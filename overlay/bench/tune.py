@@ -72,7 +72,8 @@ def measure(chosen: Sequence[Launch], where: str = "cuda") -> Iterator[Row]:
         with as_on_sm120(kernel):
             for launch in group:
                 progress(f"{done}/{len(chosen)} {launch}")
-                us = timing.warm(_timed(kernel, calls, _BY_NAME[launch.variant], launch.splits), repeats=5)
+                timed = _timed(kernel, calls, _BY_NAME[launch.variant], launch.splits)
+                us = timing.warm(timed, repeats=5, captures=timing.CAPTURES)
                 yield {**asdict(launch), "us": us}
                 done += 1
     progress("")

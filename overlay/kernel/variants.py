@@ -68,7 +68,7 @@ class Variant:
         head_tiles, row_tiles, tiles = heads // 8, self.tile_rows // 16, MAX_COLUMNS // self.tile_rows
         replicated, pair = self.heads <= 16, self.streams > 1
         query = 0 if self.few else groups * heads * (LATENT // self.slices) * 2  # staged
-        buffers = 2 if heads == 8 or self.few else 1
+        buffers = 2 if heads == 8 or self.few or (replicated and self.kv_dtype == "fp8") else 1
         fragments = buffers * groups * WARPS * row_tiles * (head_tiles - (not replicated))
         fields = (  # size and alignment
             (WARPS * max(self.ring * self.tile_rows * 128, query), 256),  # tiles

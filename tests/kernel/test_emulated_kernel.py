@@ -304,6 +304,15 @@ class Fault(NamedTuple):
     few: bool = False
 
 
+# Of the next tile, before the values of this one are read.
+COPIES_AT_ONCE = """
+    if (more) {
+      next.read(sm, place, t + kTilesHeld);
+      for (int i = 0; i < S::kPieces; ++i) copy_piece<S>(source, piece_offset<S>(first, i), i, next);
+    }
+    __syncthreads();
+    add_slices"""
+
 BROKEN = {
     "no wait for a piece": Fault(8, "bf16", "wait_copies<S::kRing - 1>();", ";"),
     "no barrier after the partial scores": Fault(
@@ -313,6 +322,9 @@ BROKEN = {
         "add_partner<S>(s, sm, buffer, place);\n        prefetch",
     ),
     "partial scores overwritten": Fault(16, "bf16", "named_barrier<64>(kRead + warp);\n      publish", "publish"),
+    "one buffer for the partial scores of two tiles": Fault(
+        16, "fp8", "const int buffer = S::kBuffers > 1 ? t % 2 : 0;", "const int buffer = 0;"
+    ),
     "no wait for the last copies": Fault(32, "bf16", "wait_copies<0>();\n", "\n"),
     "weights read before they are there": Fault(
         32, "bf16", "group_barrier();\n      if (gathers) read_next", "if (gathers) read_next"
@@ -370,6 +382,12 @@ BROKEN = {
     ),
     "few tokens: no barrier after the partial scores": Fault(
         8, "bf16", "__syncthreads();\n    add_slices", "add_slices", few=True
+    ),
+    "few tokens: one buffer for the partial scores of two tiles": Fault(
+        8, "bf16", "const int buffer = t % 2;", "const int buffer = 0;", few=True
+    ),
+    "few tokens: a tile asked for while it is still read": Fault(
+        16, "bf16", "__syncthreads();\n    add_slices", COPIES_AT_ONCE, few=True
     ),
     "few tokens: columns read before all warps have listed them": Fault(
         8,
