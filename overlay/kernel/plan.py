@@ -41,31 +41,31 @@ class Model(NamedTuple):
 
 
 # Fitted to 1,222 launches on an H200 (docs/measurements/tune-nvidia-h200.json) as `python -m overlay bench --tune` does
-# it, the best of six walks: 8 to 64 heads, 1 to 256 tokens of 2048 columns, every variant and split count. Of the 72
-# shapes 69 get the fastest launch that was measured, and the others one that is up to 0.9 % slower, 64 heads in fp8 at
-# 8 tokens most. Beyond those shapes it extrapolates. Only ratios matter, so the choice holds for other parts as far as
+# it, the best of fourteen walks: 8 to 64 heads, 1 to 256 tokens of 2048 columns, every variant and split count. Of the
+# 72 shapes 66 get the fastest launch that was measured, and the others one that is up to 2.4 % slower, 64 heads at 4
+# tokens most. Beyond those shapes it extrapolates. Only ratios matter, so the choice holds for other parts as far as
 # their multiprocessors are alike. `launch` is what measured times have beyond the model's, on average.
 MODEL = Model(
     blocks={
-        "sparse_mla_h8_bf16": Cost(1.2, 0.0294, 0.426),
-        "sparse_mla_h16_bf16": Cost(1.71, 0.0326, 0.288),
-        "sparse_mla_h32_bf16": Cost(1.84, 0.0416, 0.258),
-        "sparse_mla_h64_bf16": Cost(1.89, 0.0519, 0.569),
-        "sparse_mla_h8_bf16_deep": Cost(2.06, 0.021, 3.81),
-        "sparse_mla_h16_bf16_deep": Cost(2.99, 0.022, 0.259),
-        "sparse_mla_h8_bf16_few": Cost(0.865, 0.0262, 0.681),
-        "sparse_mla_h16_bf16_few": Cost(0.691, 0.0346, 0.414),
-        "sparse_mla_h8_fp8": Cost(1.65, 0.0169, 0.387),
-        "sparse_mla_h16_fp8": Cost(2.34, 0.0249, 0.24),
-        "sparse_mla_h32_fp8": Cost(1.79, 0.0361, 0.296),
-        "sparse_mla_h8_fp8_few": Cost(0.62, 0.0231, 0.402),
-        "sparse_mla_h16_fp8_few": Cost(0.819, 0.0286, 0.0643),
+        "sparse_mla_h8_bf16": Cost(1.17, 0.0288, 0.431),
+        "sparse_mla_h16_bf16": Cost(1.55, 0.0321, 0.304),
+        "sparse_mla_h32_bf16": Cost(1.35, 0.041, 0.292),
+        "sparse_mla_h64_bf16": Cost(1.18, 0.0527, 0.875),
+        "sparse_mla_h8_bf16_deep": Cost(2.15, 0.0205, 2.14),
+        "sparse_mla_h16_bf16_deep": Cost(2.89, 0.022, 0.702),
+        "sparse_mla_h8_bf16_few": Cost(0.772, 0.0246, 0.696),
+        "sparse_mla_h16_bf16_few": Cost(0.862, 0.0296, 0.617),
+        "sparse_mla_h8_fp8": Cost(1.62, 0.017, 0.379),
+        "sparse_mla_h16_fp8": Cost(2.3, 0.0234, 0.251),
+        "sparse_mla_h32_fp8": Cost(1.38, 0.0364, 0.296),
+        "sparse_mla_h8_fp8_few": Cost(0.454, 0.0221, 0.865),
+        "sparse_mla_h16_fp8_few": Cost(0.782, 0.0246, 0.0704),
     },
-    split_head=0.0366,
-    merge=1.97,
-    merge_split=0.000916,
-    merge_head=0.000553,
-    launch=0.7,
+    split_head=0.0377,
+    merge=1.07,
+    merge_split=0.000424,
+    merge_head=0.000603,
+    launch=1.5,
 )
 # A second launch must promise so much of the time of one: below it 0 to 3 % were measured, no more than scatter.
 WORTH_CUTTING = 0.03
@@ -211,8 +211,8 @@ def choose(
 def worth_splitting(variant: Variant, num_heads: int, tokens: int, columns: int, sm_count: int, splits: int) -> bool:
     """Whether so many splits neither launch far more than the GPU holds at once nor leave a block too few columns.
 
-    A block for few tokens works on a single tile of bf16 rows: H200, one token of 8 heads, 5.2 us in 32 splits and 5.0
-    in 64. In fp8, whose rows take half as long to come, 4.9 and 5.0. Other variants need more to pay for their start.
+    A block for few tokens works on a single tile of bf16 rows: H200, one token of 8 heads, 5.0 us in 32 splits and 4.9
+    in 64. In fp8, whose rows take half as long to come, 4.8 and 5.0. Other variants need more to pay for their start.
     """
     fewest = 32 if variant.few and variant.kv_dtype == "bf16" else 64
     blocks = tokens * -(-num_heads // variant.heads) * splits

@@ -160,7 +160,7 @@ def test_a_peer_that_computes_something_else_is_not_timed(wrong: str):
     peer = peers.Peer("peer", lambda case, calls: [attend])
     with (
         mock.patch.object(runner, "peers", lambda: [peer]),
-        mock.patch.object(runner.timing, "warm", lambda calls: 1.0),
+        mock.patch.object(runner.timing, "warm", lambda calls, captures: 1.0),
     ):
         (found,) = runner._peer_rows(case, [call])
     assert found["us"] is None and "against fp64" in found["reason"]
@@ -192,7 +192,7 @@ def test_a_call_of_two_launches_is_timed_as_one_too():
         mock.patch.object(runner.SparseMLA, "load", lambda *_: Kernel()),
         mock.patch.object(torch, "empty", lambda *size, device, **kind: empty(*size, **kind)),
         mock.patch.object(runner, "as_on_sm120", lambda kernel: contextlib.nullcontext(dict.fromkeys(VARIANTS, 1))),
-        mock.patch.object(runner.timing, "warm", lambda calls: float(len(calls))),
+        mock.patch.object(runner.timing, "warm", lambda calls, captures: float(len(calls))),
         mock.patch.object(runner.timing, "cold", lambda calls: 1.0),
         mock.patch.object(runner.ceilings, "gather_us", lambda case, calls: 1.0),
     ):

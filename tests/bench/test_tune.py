@@ -84,7 +84,9 @@ def test_each_launch_is_forced_and_has_its_workspace(monkeypatch):
     properties = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(tune, "as_on_sm120", lambda kernel: contextlib.nullcontext())
-    monkeypatch.setattr(tune.timing, "warm", lambda timed, repeats: [call() for call in timed] and float(len(calls)))
+    monkeypatch.setattr(
+        tune.timing, "warm", lambda timed, repeats, captures: [call() for call in timed] and float(len(calls))
+    )
     monkeypatch.setattr("overlay.bench.cases.POOL_ROWS", 4096)
     chosen = list(tune.launches(132, (16,), (1, 8)))
     measured = list(tune.measure(chosen, "cpu"))
