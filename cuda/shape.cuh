@@ -10,7 +10,8 @@
 // block is the heads of one group. For few tokens, 8 and 16 heads have four slices and one stream as well (few_tokens.cuh).
 //
 // A slice of a tile is cut once more, into pieces of 128 bytes a row. A piece is refilled as soon as its values have been read,
-// so that a block needs little more shared memory than the tile it works on. Two groups hold two tiles and refill whole ones.
+// so that a block needs little more shared memory than the tile it works on. Two groups hold two tiles and refill whole ones; for few
+// tokens a tile is refilled behind its products.
 #pragma once
 #include "ptx.cuh"
 
@@ -82,7 +83,7 @@ struct Shape {
   // tokens.
   static constexpr bool kThereAndBack = kShared || (Heads == 16 && Fp8 && !kFew);
   // Two buffers of partial scores, used in turn, save the barrier between reading one tile's and writing the next: 4 % with 16 heads
-  // in fp8, at 1,024 tokens. Two blocks of 16 heads in bf16 have no room for them.
+  // in fp8, at 1,024 tokens. Two blocks of 16 heads in bf16 have no room for them; a single one (`deep`) would, not tried.
   static constexpr int kBuffers = Heads == 8 || kFew || (kReplicated && Fp8) ? 2 : 1;
   static constexpr int kPartialTiles = kReplicated ? kHeadTiles : kHeadTiles - 1;  // head tiles that a warp shows to others
 
@@ -96,8 +97,8 @@ struct Shape {
   static_assert(kReplicated || kHeadTiles == kSlices, "the warp of slice i finishes head tile i");
   static_assert(kRing >= kPieces, "a whole tile");
   static_assert(!kShared || (Groups == 2 && !kReplicated && !Fp8 && kRing == 2 * kPieces), "two groups take turns on two tiles");
-  // An index is fetched kIndexTiles ahead, has arrived kTilesAhead tiles later, and is read as long before its turn, in a tile
-  // ahead of its barrier, or after its second one where scores are dealt.
+  // An index is fetched kIndexTiles ahead, has arrived kTilesAhead tiles later, and is read as long before its turn: in a tile
+  // ahead of its barrier at the earliest.
   static_assert(kIndexTiles > 2 * kTilesAhead, "indices must arrive before the gather that uses them");
 };
 

@@ -44,7 +44,8 @@ class Model(NamedTuple):
 # it, the best of fourteen walks: 8 to 64 heads, 1 to 256 tokens of 2048 columns, every variant and split count. Of the
 # 72 shapes 66 get the fastest launch that was measured, and the others one that is up to 2.4 % slower, 64 heads at 4
 # tokens most. Beyond those shapes it extrapolates. Only ratios matter, so the choice holds for other parts as far as
-# their multiprocessors are alike. `launch` is what measured times have beyond the model's, on average.
+# their multiprocessors are alike. `launch` is what measured times have beyond the model's, on the average that the fit
+# weighs by.
 MODEL = Model(
     blocks={
         "sparse_mla_h8_bf16": Cost(1.17, 0.0288, 0.431),
