@@ -1,5 +1,6 @@
 """Documents that repeat what the code says must say the same."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -104,6 +105,20 @@ def test_ratios_are_those_of_the_kept_run(head: str, kv: str, count: int):
             for tokens in (1, 8, 64, 128, 1024, 4096)
         ]
         assert cells == [f"{theirs['us'] / ours['us']:.2f}" for theirs, ours in pairs]
+
+
+def test_ranges_of_ratios_in_prose_are_those_of_the_kept_run():
+    def ratios(peer: str, kv: str, heads: tuple[int, ...] = (8, 16, 32, 64), least: int = 1) -> list[float]:
+        counts = (tokens for tokens in (1, 8, 64, 128, 1024, 4096) if tokens >= least)
+        pairs = itertools.product(heads, counts)
+        return [measured(*pair, kv, PEERS[peer])["us"] / measured(*pair, kv)["us"] for pair in pairs]
+
+    readme, issues = ((ROOT / name).read_text() for name in ("README.md", "docs/known-issues.md"))
+    bf16, long = ratios("FlashInfer FA2", "bf16"), ratios("FlashInfer FA2", "bf16", (64,), 64)
+    fp8 = ratios("FlashInfer FA2", "fp8") + ratios("FlashInfer FA3 (Hopper only)", "fp8")
+    assert f"For bf16 rows it is {min(bf16):.2f} to {max(bf16):.2f} times as fast as FlashInfer's FA2" in readme
+    assert f"For fp8 rows it is {min(fp8):.1f} to {max(fp8):.0f} times as fast as either" in readme
+    assert f"for bf16 rows, {min(long):.2f} to {max(long):.2f} times as fast as FlashInfer's FA2" in issues
 
 
 def test_launches_are_those_of_the_code():
